@@ -7,14 +7,23 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict,
+                                                    set_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
-from model import InputError
+from model import InputError, Transformer, load_model, save_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
@@ -114,19 +123,16 @@ def start_run(out, config, fresh, result, owns=("checkpoint", "model", "metrics.
 
 def _open_folder(out, config, fresh, result, owns):
     names, config_file = [result, *(name for name in owns if name != result)], out / "config.json"
-    present = [name for name in names if (out / name).exists()]
-    if present and not config_file.exists():
-        raise InputError(f"{out} holds {', '.join(present)} but no config.json of a run: choose another --out")
+    config = {"made_by": Path(sys.argv[0]).name, **config}
+    old = json.loads(config_file.read_text()) if config_file.exists() else {}
+    if "made_by" not in old and (config_file.exists() or any((out / name).exists() for name in names)):
+        raise InputError(f"{out} holds files that no run made: choose another --out")
     if fresh:
-        for name in [*names, "config.json"]:                     # config.json last: a kill in between leaves a folder that is still ours
-            if (out / name).is_dir():
-                shutil.rmtree(out / name)
-            else:
-                (out / name).unlink(missing_ok=True)
-    if not config_file.exists():
+        for path in [out / name for name in [*names, "config.json"]]:       # config.json last: killed in between, the folder is still ours
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if not any((out / name).exists() for name in names):        # new, or stopped before it made anything: then a corrected command is new
         write_atomic(config_file, json.dumps(config, indent=1) + "\n")
         return "new"
-    old = json.loads(config_file.read_text())
     differing = sorted(key for key in {**old, **config} if old.get(key) != config.get(key))
     if differing:
         changes = ", ".join(f"{key} ({json.dumps(old.get(key))} -> {json.dumps(config.get(key))})" for key in differing)
@@ -137,9 +143,10 @@ def _open_folder(out, config, fresh, result, owns):
 
 
 def run_config(args, inputs=(), ignore=()):
-    """The config for start_run: every option but --fresh, --out and those in `ignore`, and the sha256 of each input file or folder."""
-    config = {key: value for key, value in vars(args).items() if key not in ("fresh", "out", *ignore)}
-    return {**config, "sha256": {str(path): fingerprint(path) for path in inputs}}
+    """The config for start_run: every option but --fresh, --out, those of scale and those in `ignore`, and the sha256 of each input
+    (file or folder; a name that is neither, such as a hub name, has none)."""
+    config = {key: value for key, value in vars(args).items() if key not in ("fresh", "out", *SCALE_OPTIONS, *ignore)}
+    return {**config, "sha256": {str(path): fingerprint(path) for path in inputs if Path(path).exists()}}
 
 
 def add_common_arguments(parser, out, tasks=None, model=None):
@@ -219,3 +226,191 @@ def all_sum(*numbers):
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Micro-batches
+
+
+def micro_batches(lengths, token_budget, world=1):
+    """Split rows into micro-batches of like length whose padded size (rows x longest) stays within `token_budget`; a longer row goes alone.
+
+    lengths: tokens of each row. Returns, for each of `world` ranks, a list of micro-batches (lists of row numbers). Every rank gets the
+    same number of them, since every rank must enter every collective; an empty list stands for a row of weight zero."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    batches = []
+    for row in order:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    while len(batches) % world:
+        fullest = max(range(len(batches)), key=lambda i: len(batches[i]))
+        batch = batches[fullest]
+        if len(batch) == 1:
+            batches.append([])
+        else:
+            batches[fullest:fullest + 1] = [batch[:len(batch) // 2], batch[len(batch) // 2:]]
+    return [batches[rank::world] for rank in range(world)]
+
+
+def collate(rows, device):
+    """Rows (dicts of 1-D tensors, all of one row equally long) -> dict of (B, T) tensors on `device`, zeros on the right, and `lengths` (B,)."""
+    batch = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True).to(device) for key in rows[0]}
+    batch["lengths"] = torch.tensor([len(row["ids"]) for row in rows], device=device)
+    return batch
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharding
+
+
+def shard_model(model, ranks, shards=0, offload=False):
+    """FSDP2: split every parameter over `shards` ranks (0: the ranks of one node) and replicate that over the rest (hybrid sharding).
+
+    A block's parameters are gathered when it runs and dropped afterwards; gradients are summed into the owner's shard in fp32. The
+    optimiser sees fp32 shards only; on a GPU the blocks compute in bf16. One CPU process: nothing to split, the model itself.
+    offload: shards, gradients and optimiser live in CPU memory. Errors: InputError when the ranks do not divide into copies."""
+    if not dist.is_initialized():
+        return model.to(ranks.device)
+    shards = shards or ranks.local_world
+    if ranks.world % shards:
+        raise InputError(f"--shards {shards}: expected a divisor of the number of ranks, {ranks.world}")
+    mesh = init_device_mesh(ranks.device.type, (ranks.world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    on_gpu = ranks.device.type == "cuda"
+    options = {
+        "mesh": mesh if shards < ranks.world else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if on_gpu else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy(),
+    }
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    register_fsdp_forward_method(model, "token_logprobs")        # it reads the head's weight, outside forward
+    return model
+
+
+def load_trainable(path, ranks, shards=0, offload=False, checkpointing=False):
+    """The model to train, fp32 master weights. With several ranks only rank 0 reads the files and each rank is sent its shards, so that a
+    node never holds a copy of the weights per GPU. Errors: those of load_model, and of shard_model."""
+    if not dist.is_initialized():
+        model = load_model(path, dtype=torch.float32, device=ranks.device)
+    else:
+        whole = load_model(path, dtype=torch.float32, device="cpu") if ranks.is_main else None
+        config = from_rank_0(whole.config if whole else None)
+        with torch.device("meta"):
+            model = shard_model(Transformer(config), ranks, shards, offload)
+        model.to_empty(device="cpu" if offload else ranks.device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
+        set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
+    model.checkpointing = checkpointing
+    return model
+
+
+def make_optimizer(model, lr, beta2, weight_decay):
+    """AdamW; weight decay on matrices only, as usual."""
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=True)
+
+
+def add_scale_arguments(parser, micro_tokens):
+    """The options that decide where and how fast, not what, is computed: a run may be resumed with other ones."""
+    group = parser.add_argument_group("scale")
+    group.add_argument("--micro-tokens", type=int, default=micro_tokens, help="padded tokens of a micro-batch (default %(default)s)")
+    group.add_argument("--checkpointing", action="store_true", help="keep block inputs only and compute the rest again in backward")
+    group.add_argument("--shards", type=int, default=0, help="ranks that share one copy of the weights (default: those of a node)")
+    group.add_argument("--offload", action="store_true", help="keep shards and optimiser in CPU memory")
+    group.add_argument("--checkpoint-seconds", type=float, default=30.0, help="least time between checkpoints (default %(default)s)")
+
+
+SCALE_OPTIONS = ("micro_tokens", "checkpointing", "shards", "offload", "checkpoint_seconds")
+
+
+def clip_gradients(model, max_norm):
+    """Scale the gradients so that their global norm is at most max_norm -> the norm before (float, the same on every rank)."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints: sharded, to go on from. No generator state is kept, since nothing draws from a global one: the order of the data is a
+# function of (seed, epoch), sampling noise of (seed, step, task, sample), the learning rate of the step.
+
+
+def latest_checkpoint(folder):
+    """The newest complete checkpoint directory, or None. One that was being written when the process died has another name."""
+    found = sorted(p for p in Path(folder).glob("step-*") if p.suffix != ".tmp")
+    return found[-1] if found else None
+
+
+def checkpoint_due(saved_at, seconds):
+    """Whether `seconds` have passed since `saved_at` (time.monotonic()), as rank 0 sees it."""
+    return from_rank_0(time.monotonic() - saved_at >= seconds)
+
+
+def save_checkpoint(folder, step, model, optimizer, state):
+    """Every rank writes its shards of model and optimiser; rank 0 adds `state` (JSON values: counters, data position) and renames the
+    whole, then drops older ones. Every rank must call this."""
+    folder, distributed = Path(folder), dist.is_initialized()
+    target, temporary = folder / f"step-{step:06d}", folder / f"step-{step:06d}.tmp"
+    is_main = not distributed or dist.get_rank() == 0
+    if is_main:
+        for leftover in folder.glob("*.tmp"):
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+    from_rank_0(None)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")                # one process is what was asked for
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary, no_dist=not distributed)
+    if is_main:
+        write_atomic(temporary / "state.json", json.dumps({"step": step, **state}))
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        for older in folder.glob("step-*"):
+            if older != target:
+                shutil.rmtree(older)
+    from_rank_0(None)
+
+
+def load_checkpoint(folder, model, optimizer):
+    """Load the newest checkpoint into model and optimiser, whatever number of ranks wrote it -> its state dict (with `step`), or None
+    when there is none."""
+    newest = from_rank_0(latest_checkpoint(folder))
+    if newest is None:
+        return None
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    whole = {"model": model_state, "optimizer": optimizer_state}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(whole, checkpoint_id=newest, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
+    return json.loads((newest / "state.json").read_text())
+
+
+def export_model(model, tokenizer, path):
+    """Write a Hugging Face directory, whole or not at all: fp32 from a CPU, bf16 from a GPU. Every rank must call this (each helps to
+    gather); rank 0 writes."""
+    path = Path(path)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        if torch.cuda.is_available():
+            weights = {name: weight.bfloat16() for name, weight in weights.items()}
+        replace_directory(path, lambda temporary: save_model(model, tokenizer, temporary, weights))
+    from_rank_0(None)
+
+
+def replace_directory(path, write):
+    """Make a directory by write(temporary) and put it in the place of `path` by renaming."""
+    path = Path(path)
+    temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    write(temporary)
+    if path.exists():
+        os.replace(path, old)
+    os.replace(temporary, path)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,204 @@
+"""parallel.py: files are whole or absent, runs resume or refuse, batches are balanced, sharded equals plain."""
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import parallel
+from conftest import ROOT
+from model import PRESETS, InputError, Transformer, load_model, save_model
+from parallel import (MetricLog, Ranks, clip_gradients, collate, export_model, fingerprint, latest_checkpoint, load_checkpoint,
+                      load_trainable, make_optimizer, micro_batches, read_jsonl, save_checkpoint, start_run, write_atomic, write_jsonl)
+
+ONE = Ranks(0, 1, 1, torch.device("cpu"))
+SMALL = dataclasses.replace(PRESETS["tiny-1m"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)
+    return Transformer(SMALL)
+
+
+def train(model, optimizer, steps, first=0):
+    """A few real updates, the batch of each a function of the step."""
+    for step in range(first, first + steps):
+        ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(step))
+        hidden = model(ids[:, :-1])
+        (-model.token_logprobs(hidden, ids[:, 1:], torch.ones(3, 8, dtype=torch.bool)).mean()).backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_write_atomic_leaves_the_old_file_when_the_writer_dies(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    write_atomic(path, "old")
+    monkeypatch.setattr(parallel.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_jsonl_comes_back_and_a_bad_line_is_named(tmp_path):
+    rows = [{"id": "é", "n": 1}, {"id": "\u2028", "n": 2}]
+    write_jsonl(tmp_path / "r.jsonl", rows)
+    assert read_jsonl(tmp_path / "r.jsonl") == rows
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a": \n')
+    with pytest.raises(InputError, match=r"bad.jsonl:3: not valid JSON"):
+        read_jsonl(tmp_path / "bad.jsonl")
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    with pytest.raises(InputError, match=r"list.jsonl:1: expected a JSON object"):
+        read_jsonl(tmp_path / "list.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_jsonl(tmp_path / "latin.jsonl")
+    with pytest.raises(InputError, match="no such file"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_fingerprint_follows_contents_and_names(tmp_path):
+    folder = tmp_path / "m"
+    write_atomic(folder / "a", "1")
+    write_atomic(folder / "b", "2")
+    first = fingerprint(folder)
+    assert first == fingerprint(folder) and len(first) == 64
+    os.replace(folder / "b", folder / "c")
+    assert fingerprint(folder) != first
+    with pytest.raises(InputError):
+        fingerprint(tmp_path / "absent")
+
+
+def test_metric_log_is_cut_back_to_the_checkpoint(tmp_path):
+    log = MetricLog(tmp_path / "m.jsonl")
+    for step in range(1, 6):
+        log.log({"step": step}, {"step": step, "second": True})
+    with open(tmp_path / "m.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')                            # killed in the middle of a line
+    log = MetricLog(tmp_path / "m.jsonl", keep=3)
+    log.log({"step": 4, "again": True})
+    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 1, 2, 2, 3, 3, 4]
+    MetricLog(tmp_path / "m.jsonl")
+    assert read_jsonl(tmp_path / "m.jsonl") == []
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def test_same_config_resumes_changed_config_is_named_fresh_starts_over(tmp_path):
+    out, config = tmp_path / "run", {"lr": 0.1, "tasks": ["a"], "sha256": {"a": "x"}}
+    assert start_run(out, config, False, "model") == "new"
+    assert start_run(out, {**config, "lr": 0.2}, False, "model") == "new"      # nothing made yet: a corrected command is no conflict
+    write_atomic(out / "metrics.jsonl", "{}")
+    write_atomic(out / "my_notes.txt", "mine")
+    assert start_run(out, {**config, "lr": 0.2}, False, "model") == "resume"
+    with pytest.raises(InputError, match=r"lr \(0.2 -> 0.3\).*--fresh"):
+        start_run(out, {**config, "lr": 0.3}, False, "model")
+    (out / "model").mkdir()
+    assert start_run(out, {**config, "lr": 0.2}, False, "model") == "done"
+    assert start_run(out, config, True, "model") == "new"
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "my_notes.txt"]
+
+
+def test_a_folder_that_no_run_made_is_never_touched(tmp_path):
+    write_atomic(tmp_path / "config.json", '{"model_type": "llama"}')           # --out given a model directory by mistake
+    for fresh in (False, True):
+        with pytest.raises(InputError, match="no run made"):
+            start_run(tmp_path, {"lr": 1}, fresh, "model")
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "llama"}
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("lengths", [[5], [7, 7, 7], [300, 2, 40, 41, 39, 3, 2, 2], list(range(1, 40))])
+def test_every_row_is_in_one_micro_batch_and_every_rank_has_as_many(world, lengths):
+    shares = micro_batches(lengths, 100, world)
+    assert len(shares) == world and len({len(share) for share in shares}) == 1
+    batches = [batch for share in shares for batch in share]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) <= 1 or len(batch) * max(lengths[row] for row in batch) <= 100
+    assert len(shares[0]) <= len(micro_batches(lengths, 100)[0]) // world + len(lengths)
+    if len(lengths) >= world:
+        assert all(batch for share in shares for batch in share) or len(lengths) % world
+
+
+def test_rows_of_like_length_stand_together():
+    lengths = [10, 100] * 16
+    (share,) = micro_batches(lengths, 400)
+    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in share)
+    assert padded == sum(lengths)
+
+
+def test_collate_pads_on_the_right():
+    batch = collate([{"ids": torch.tensor([1, 2, 3]), "m": torch.tensor([True, True, True])},
+                     {"ids": torch.tensor([4]), "m": torch.tensor([True])}], "cpu")
+    assert batch["ids"].tolist() == [[1, 2, 3], [4, 0, 0]] and batch["lengths"].tolist() == [3, 1]
+    assert batch["m"].tolist() == [[True] * 3, [True, False, False]]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_stop_and_resume_equals_going_on_bit_for_bit(tmp_path):
+    model = small_model()
+    optimizer = make_optimizer(model, 1e-2, 0.95, 0.1)
+    train(model, optimizer, 3)
+    save_checkpoint(tmp_path, 3, model, optimizer, {"cursor": 48})
+    train(model, optimizer, 3, first=3)
+
+    other = small_model(seed=1)
+    optimizer = make_optimizer(other, 1e-2, 0.95, 0.1)
+    assert load_checkpoint(tmp_path, other, optimizer) == {"step": 3, "cursor": 48}
+    train(other, optimizer, 3, first=3)
+    for (name, a), b in zip(model.named_parameters(), other.parameters()):
+        assert torch.equal(a, b), name
+
+
+def test_only_the_newest_complete_checkpoint_counts(tmp_path):
+    model = small_model()
+    optimizer = make_optimizer(model, 1e-2, 0.95, 0.0)
+    assert load_checkpoint(tmp_path, model, optimizer) is None
+    train(model, optimizer, 1)
+    save_checkpoint(tmp_path, 9, model, optimizer, {})
+    save_checkpoint(tmp_path, 10, model, optimizer, {})
+    (tmp_path / "step-000011.tmp").mkdir()                        # a save that was killed
+    assert latest_checkpoint(tmp_path).name == "step-000010"
+    save_checkpoint(tmp_path, 11, model, optimizer, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000011"]
+
+
+def test_export_is_read_back_by_load_model(tmp_path):
+    model = small_model()
+    export_model(model, None, tmp_path / "model")
+    export_model(model, None, tmp_path / "model")                 # over an older one
+    ids = torch.arange(10)[None]
+    assert torch.equal(load_model(tmp_path / "model")(ids), model(ids))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+# ---------------------------------------------------------------- several ranks
+
+WORKER = """
+import json, sys
+import torch
+from parallel import *
+import parallel, sft
+model_path, out, action, shards, dtype = sys.argv[1:6]
+ranks = setup()
+torch.set_default_dtype(getattr(torch, dtype))
+model = load_trainable(model_path, ranks, int(shards))
+model = model.to(getattr(torch, dtype))
+optimizer = make_optimizer(model, 1e-2, 0.95, 0.1)
+print(action)
+"""
