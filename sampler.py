@@ -1,0 +1,536 @@
+"""Rollouts: many chain-of-agents episodes at once over one KV cache, ids in, ids out.
+
+An episode is one growing list of token ids. The model samples until it closes a tool call; the tool's result is appended as an observation
+and the model goes on (paper section 2.2: one model plays every agent, the environment only fills in observations). Beside each id stand who wrote it
+(`source`: prompt, sampled, environment) and the log-probability it was sampled with, so that training needs no second look at any text.
+
+The cache has `slots` rows, kept in this order (the heart of the file):
+
+    [ live: decoding | parked: waiting for a tool | free ]
+
+* Decode: ONE forward over the live rows, a contiguous view, one new token each, and one host sync to see what was sampled.
+* Park: a row that closed a call swaps places with the last live row. Its KV stays; the tool runs in the tool box while the others decode.
+* Join: rows whose result has come, and new requests, get what the cache lacks by right-padded prefill, several rows at once, and are live again.
+  A new prompt first copies the longest prefix that some row already holds: a group's prompt, or the instructions shared by all tasks, is computed once.
+* Leave: a finished row is given up at once, and the next request takes it.
+
+Every row keeps one id that the cache has not seen (its newest); the next decode step feeds it. So prefill never samples, and no token is computed twice.
+
+Noise is one uniform number a token, a pure function of (seed, step, task id, sample, position). With `deterministic` (default on CPU) scheduling too is a
+function of the seed: a parked row rejoins `delay` decode steps after its call, the sampler waiting if the tool is later. Otherwise it rejoins when the
+tool is done. (Numbers differ by rounding, about 1e-7, between batches of different shape; a run that repeats has the same batches.)
+
+Left out on purpose: CUDA graphs (decode() is the one function to capture, its shapes depend on the number of live rows alone), paged KV (rows
+are of equal size: memory is known before the run starts), tensor parallelism, speculative decoding.
+
+    toolbox = make_toolbox(args); sampler = Sampler(model, tokenizer, toolbox, slots=64)
+    episodes = sampler.rollout([Request(ids, "mhqa", task_id, sample) for sample in range(8)])
+
+What to expect: bench/bench_sampler.py.
+"""
+import codecs
+import hashlib
+import json
+import sys
+import time
+from collections import Counter, deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from coa_format import (ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, observation, parse, turn_end)
+from model import InputError, KVCache
+
+END_REASONS = ("answered", "eos", "turn_cap", "token_cap", "deadline", "violation")
+
+
+@dataclass
+class Limits:
+    """Caps of one episode: generations, ids sampled in each, ids in all (prompt included; None: the sampler's max_len), seconds once started."""
+    turns: int = 8
+    new_tokens: int = 512
+    total_tokens: int | None = None
+    seconds: float = 3600.0
+
+
+@dataclass
+class Request:
+    """One episode to sample. (task_id, sample) keys its noise; requests with equal prompt_ids share the prompt's KV."""
+    prompt_ids: list[int]
+    profile: str
+    task_id: str
+    sample: int = 0
+    limits: Limits = field(default_factory=Limits)
+    question: str = ""
+
+
+@dataclass
+class Episode:
+    """ids = prompt + response, with source (PROMPT, SAMPLED, ENVIRONMENT) and logprobs (0.0 where not sampled) parallel to it.
+    text is the response alone, a final EOS left out, invalid bytes as U+FFFD. turns counts generations, tool_calls executed calls, violations
+    malformed or unknown calls, stray closing tags and forged observations, overshoots closing tokens that held more text than their tag."""
+    ids: list[int]
+    source: list[int]
+    logprobs: list[float]
+    end_reason: str
+    text: str
+    prompt_len: int
+    task_id: str
+    sample: int
+    turns: int
+    tool_calls: int
+    violations: int
+    overshoots: int
+    wall_seconds: float
+
+
+@dataclass
+class Running:
+    """What the host knows about an episode that holds a row, beside the arrays."""
+    index: int  # its place among the requests
+    request: Request
+    session: object
+    started: float
+    turn: int = 1
+    turn_start: int = 0  # position of the turn's first id
+    future: Future | None = None  # the call it waits for
+    call_step: int = 0
+    tool_calls: int = 0
+    violations: int = 0
+    overshoots: int = 0
+
+
+def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
+    """logits (n, V) fp32, uniforms (n,) fp64 in [0, 1) -> tokens (n,) int64 and their logprobs (n,) fp32 under the distribution sampled from:
+    softmax(logits / temperature), cut to the top_k likeliest and then to the smallest set of mass top_p, renormalised.
+    temperature 0 is greedy; its logprobs are those of temperature 1."""
+    if temperature == 0:
+        logprobs, tokens = logits.log_softmax(-1).max(-1)
+        return tokens, logprobs
+    logits = logits / temperature  # (n, V)
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+    if top_p < 1:
+        ordered, order = logits.softmax(-1).sort(-1, descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the mass before this token is enough; never true of the first
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), float("-inf"))
+    logprobs = logits.log_softmax(-1)
+    cdf = logprobs.exp().double().cumsum(-1)  # fp64: in fp32 the tail of a large vocabulary would be lost
+    tokens = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def noise(seed, step, task_id, sample, count):
+    """(count,) fp64 uniforms in [0, 1), one for each position of an episode: Philox keyed by all four names, so by neither rank nor row."""
+    key = hashlib.sha256(json.dumps([seed, step, task_id, sample]).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little"))).random(count)
+
+
+def token_bytes(tokenizer, vocab_size):
+    """list[bytes], one for each id of the model's vocabulary: what the token adds to the text. Byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and
+    SentencePiece-like with byte fallback (Llama 2, Gemma); ids that the tokenizer lacks add nothing. InputError for other kinds."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": None}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+    if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise InputError(f"tokenizer: decoder {sorted(map(str, steps))}: expected byte-level BPE or SentencePiece with byte fallback")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: these bytes stand for themselves,
+    others = [b for b in range(256) if b not in printable]             # the others for the characters from U+0100 on
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    table = [b""] * vocab_size
+    for token, i in tokenizer.get_vocab().items():
+        if i >= vocab_size:
+            continue
+        if i in added:
+            table[i] = added[i].encode()
+        elif "ByteLevel" in steps:
+            table[i] = bytes(byte_of[c] for c in token)
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            table[i] = bytes([int(token[3:5], 16)])
+        else:
+            table[i] = token.replace("\u2581", " ").encode()
+    return table
+
+
+def may_complete(table, stops):
+    """(V,) bool: could this token be the last of one of the stop strings? It holds the string, or begins with an end of it."""
+    return np.array([any(stop[-1] in token and (stop in token or any(token.startswith(stop[-k:]) for k in range(1, len(stop))))
+                         for stop in stops) for token in table], bool)
+
+
+def common_prefix(rows, ids):
+    """rows (n, >= T), ids (T,) -> (n,) how many leading ids each row has in common with ids."""
+    same = rows[:, :len(ids)] == ids[:rows.shape[1]]
+    return np.where(same.all(1), same.shape[1], same.argmin(1)) if same.size else np.zeros(len(rows), np.int64)
+
+
+class Sampler:
+    """Rollouts and plain generation with one model. Weights may be changed in place between calls; the cache lives only during a call.
+
+    slots: rows of the cache = episodes at once. max_len: ids of one row (prompt included). So the cache takes
+    slots * max_len * 2 * layers * kv_heads * head_dim * bytes of the weights' dtype.
+    deterministic: None = on CPU. delay: decode steps between a call and its row's return. force_answer: the last allowed turn starts with `<answer>`.
+    After a call `stats` says what happened: tokens, steps, seconds, end reasons."""
+
+    def __init__(self, model, tokenizer, toolbox=None, slots=64, max_len=2048, seed=0, deterministic=None, delay=4, force_answer=False,
+                 prefill_tokens=None):
+        weight = next(model.parameters())
+        self.model, self.tokenizer, self.toolbox = model, tokenizer, toolbox
+        self.slots, self.max_len, self.seed, self.delay, self.force_answer = slots, max_len, seed, delay, force_answer
+        self.device, self.dtype = weight.device, weight.dtype
+        self.deterministic = self.device.type == "cpu" if deterministic is None else deterministic
+        self.prefill_tokens = prefill_tokens or (2048 if self.device.type == "cpu" else 16384)  # ids of one prefill forward, padding included
+        self.table = token_bytes(tokenizer, model.config.vocab_size)
+        self.specials = list(tokenizer.all_special_tokens)
+        ends = model.generation_config.get("eos_token_id") or []
+        self.eos = {eos_id(tokenizer), *(ends if isinstance(ends, list) else [ends])}
+        tags = dict.fromkeys([*TOOLS, *(toolbox.tools if toolbox else ())])
+        self.stops = [f"</{tag}>".encode() for tag in tags] + [b"</answer>", b"<observation>"]
+        self.stats = {}
+
+    # -----------------------------------------------------------------------------
+    # the two ways in
+
+    def rollout(self, requests, temperature=1.0, top_p=1.0, top_k=0, step=0, training=False, on_text=None, progress=False):
+        """list[Request] -> list[Episode] in the same order. step: the training step, part of the noise's key.
+        training=True refuses what the trainer could not reproduce (top_p, top_k, greedy). on_text(request, text, source) streams text as it comes.
+        progress: one line on stderr. ValueError for settings that make no sense; a tool's failure is an observation, not an error."""
+        if training and (top_p < 1 or top_k > 0 or temperature <= 0):
+            raise InputError("training rollouts sample from softmax(logits / temperature): expected top_p 1, top_k 0, temperature > 0")
+        for request in requests:
+            if request.profile not in PROFILES:
+                raise InputError(f"request {request.task_id}: profile {request.profile!r}: expected one of {', '.join(PROFILES)}")
+        return self._run(requests, self.stops, (temperature, top_p, top_k), step, on_text, progress)
+
+    def generate(self, prompts_ids, max_new_tokens=256, temperature=0.0, top_p=1.0, top_k=0, stops=(), step=0, on_text=None, progress=False):
+        """Plain text without tools: list of prompts' ids -> list[Episode]. Ends at EOS ("eos"), at a stop string, kept in the text ("answered"),
+        or after max_new_tokens ids (an int, or one a prompt: "token_cap")."""
+        caps = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts_ids)
+        requests = [Request(ids, "", str(i), 0, Limits(turns=1, new_tokens=cap)) for i, (ids, cap) in enumerate(zip(prompts_ids, caps))]
+        return self._run(requests, [stop.encode() for stop in stops], (temperature, top_p, top_k), step, on_text, progress)
+
+    @torch.inference_mode()
+    def _run(self, requests, stops, sampling, step, on_text, progress):
+        self._start(requests, stops, sampling, step, on_text)
+        while self.waiting or self.used:
+            self._cut_late()
+            self._join()
+            if self.live:
+                self._decode_live()
+            if progress:
+                self._report()
+        self._report(last=True, show=progress)
+        self.cache = None  # its memory belongs to the trainer now
+        return self.episodes
+
+    def _start(self, requests, stops, sampling, step, on_text):
+        totals = [min(r.limits.total_tokens or self.max_len, self.max_len) for r in requests]
+        bound = max([1] + [min(total, len(r.prompt_ids) + r.limits.new_tokens) if r.limits.turns == 1 else total
+                           for r, total in zip(requests, totals)])
+        self.rows = max(1, min(self.slots, len(requests)))
+        self.cache = KVCache(self.model.config, self.rows, bound, self.dtype, self.device)
+        self.run_stops, self.sampling, self.step_key, self.on_text = stops, sampling, step, on_text
+        self.ending = may_complete(self.table, stops)
+        self.ending[list(self.eos)] = True
+        # An episode's numbers stay in one lane of these arrays; only the row of the cache that it holds moves.
+        self.ids = np.zeros((self.rows, bound), np.int64)
+        self.source = np.zeros((self.rows, bound), np.int8)
+        self.logprobs = np.zeros((self.rows, bound), np.float32)
+        self.uniforms = np.zeros((self.rows, bound))
+        self.pos = np.zeros(self.rows, np.int64)     # ids written
+        self.held = np.zeros(self.rows, np.int64)    # ids whose keys and values the row holds: pos - 1 where live
+        self.stop_at = np.zeros(self.rows, np.int64)  # position at which a turn or the episode runs out
+        self.total = np.zeros(self.rows, np.int64)
+        self.deadline = np.full(self.rows, np.inf)
+        self.lane_of = np.arange(self.rows)  # row -> lane
+        self.row_of = np.arange(self.rows)   # lane -> row
+        self.running = [None] * self.rows    # by lane
+        self.live, self.used, self.step = 0, 0, 0
+        self.parked = deque()  # lanes in the order of their calls
+        self.waiting = deque(enumerate(requests))
+        self.episodes = [None] * len(requests)
+        self.decoders = {}
+        self.began = self.reported = time.monotonic()
+        self.stats = {"sampled_tokens": 0, "prefill_tokens": 0, "padded_tokens": 0, "shared_tokens": 0, "decode_steps": 0, "prefills": 0,
+                      "tool_calls": 0, "tool_wait_seconds": 0.0, "ends": Counter(), "cache_bytes": self.cache.bytes}
+
+    # -----------------------------------------------------------------------------
+    # one decode step
+
+    def decode(self, last, uniforms, live):
+        """One new token for each of the rows 0..live-1. last (live, 1) int64, uniforms (live,) fp64, both on the device
+        -> (2, live) fp64: tokens and logprobs. The function to capture: nothing in it depends on the host but `live`."""
+        hidden = self.model(last, cache=self.cache.view(0, live))  # (live, 1, D)
+        tokens, logprobs = sample(self.model.logits(hidden[:, -1]), uniforms, *self.sampling)
+        return torch.stack((tokens.double(), logprobs.double()))
+
+    def _decode_live(self):
+        lanes = self.lane_of[:self.live].copy()
+        pos = self.pos[lanes]
+        last = torch.from_numpy(self.ids[lanes, pos - 1])[:, None].to(self.device)
+        out = self.decode(last, torch.from_numpy(self.uniforms[lanes, pos]).to(self.device), self.live)
+        tokens, logprobs = out.cpu().numpy()  # the one host sync of the step
+        tokens = tokens.astype(np.int64)
+        self.ids[lanes, pos], self.source[lanes, pos], self.logprobs[lanes, pos] = tokens, SAMPLED, logprobs
+        self.pos[lanes] = pos + 1
+        self.held[lanes] = pos
+        self.step += 1
+        self.stats["decode_steps"] += 1
+        self.stats["sampled_tokens"] += len(lanes)
+        if self.on_text:
+            for lane, token in zip(lanes, tokens):
+                self._stream(lane, self.table[token], SAMPLED)
+        for lane in lanes[self.ending[tokens] | (pos + 1 >= self.stop_at[lanes])]:
+            self._react(lane)
+
+    def _react(self, lane):
+        """The newest id of this row may end its turn: a stop string, EOS, or a cap."""
+        run, newest = self.running[lane], int(self.ids[lane, self.pos[lane] - 1])
+        stop, beyond = self._completed(lane)
+        turn = b"".join(map(self.table.__getitem__, self.ids[lane, run.turn_start:self.pos[lane]]))
+        turn = turn[:len(turn) - len(beyond)].decode("utf-8", errors="replace")
+        end = turn_end(turn) if stop and run.session else None  # the language decides what the tag means where it stands
+        if stop and run.session and end is None:
+            block = parse(turn)[-1]
+            if block.problem == "unclosed" and block.tag in ("code", "answer"):
+                stop = b""  # as in print("</code>"): text of a program
+        run.overshoots += bool(stop and beyond.strip())
+        if newest in self.eos:
+            self._finish(lane, "eos")
+        elif stop and (not run.session or end and end.tag == "answer"):
+            self._finish(lane, "answered")
+        elif stop in (b"<observation>", b"</answer>"):  # only the environment observes; an answer that was never opened
+            run.violations += 1
+            self._finish(lane, "violation")
+        elif stop:
+            self._call(lane, stop[2:-1].decode(), end, turn)
+        elif self.pos[lane] >= self.stop_at[lane]:
+            self._finish(lane, "token_cap")
+
+    def _completed(self, lane):
+        """(stop string, text beyond it) if the row's newest token completes one of this run's stop strings, else (b"", b"")."""
+        at, tail, start = self.pos[lane] - 1, b"", self.running[lane].turn_start
+        newest = self.table[self.ids[lane, at]]
+        longest = max(map(len, self.run_stops), default=0)
+        while at >= start and len(tail) < len(newest) + longest:  # a few tokens back, never into an observation
+            tail = self.table[self.ids[lane, at]] + tail
+            at -= 1
+        found = []
+        for stop in self.run_stops:
+            begin = tail.find(stop, max(0, len(tail) - len(newest) - len(stop) + 1))
+            if begin >= 0:
+                found.append((begin + len(stop), stop))
+        end, stop = min(found, default=(len(tail), b""))
+        return stop, tail[end:]
+
+    def _stream(self, lane, text, source):
+        decoder = self.decoders.setdefault(self.running[lane].index, codecs.getincrementaldecoder("utf-8")("replace"))
+        self.on_text(self.running[lane].request, decoder.decode(text), source)
+
+    # -----------------------------------------------------------------------------
+    # calls and observations
+
+    def _call(self, lane, tag, call, turn):
+        """The turn's text ends with </tag>: park the row and let the tool run, or say what is wrong with the call."""
+        run = self.running[lane]
+        if run.turn >= run.request.limits.turns:
+            return self._finish(lane, "turn_cap")
+        offered = PROFILES[run.request.profile].tools
+        run.future, run.call_step = Future(), self.step
+        if call is None:
+            run.violations += 1
+            run.future.set_result(f"Malformed call: </{tag}> closes nothing. A call is <{tag}>argument</{tag}>.")
+        elif tag not in offered:
+            run.violations += 1
+            run.future.set_result(f"Unknown tool {tag}. The tools are: {', '.join(offered)}.")
+        else:
+            run.violations += not call.argument  # the tool box says so to the model
+            thoughts = [segment.text.strip() for segment in parse(turn) if segment.tag == "think"]
+            run.future = run.session.submit(tag, call.argument, thoughts[-1] if thoughts else "")
+            run.tool_calls += 1
+            self.stats["tool_calls"] += 1
+        self._swap(self.row_of[lane], self.live - 1)
+        self.live -= 1
+        self.parked.append(lane)
+
+    def _observe(self, lane):
+        """Append the result of the row's call to its ids and begin a turn. False if it does not fit, which ends the episode."""
+        run = self.running[lane]
+        block = observation(run.future.result(), self.specials)
+        if self.table[self.ids[lane, self.pos[lane] - 1]].endswith(b"\n"):
+            block = block.removeprefix("\n")
+        run.future, run.turn = None, run.turn + 1
+        return self._write(lane, encode_text(block, self.tokenizer), ENVIRONMENT) and self._begin_turn(lane)
+
+    def _begin_turn(self, lane):
+        """The next ids are the model's; with force_answer the last allowed turn leaves it nothing but to answer. False if there is no room."""
+        run = self.running[lane]
+        run.turn_start = int(self.pos[lane])
+        if self.force_answer and run.session and run.turn >= run.request.limits.turns:
+            if not self._write(lane, encode_text("<answer>", self.tokenizer), ENVIRONMENT):
+                return False
+        self.stop_at[lane] = min(self.pos[lane] + run.request.limits.new_tokens, self.total[lane])
+        return True
+
+    def _write(self, lane, ids, source):
+        """Append ids that were not sampled. False, and the episode ends, if they leave no room for another."""
+        pos, end = self.pos[lane], self.pos[lane] + len(ids)
+        if end >= self.total[lane]:
+            self._finish(lane, "token_cap")
+            return False
+        self.ids[lane, pos:end], self.source[lane, pos:end], self.logprobs[lane, pos:end] = ids, source, 0
+        self.pos[lane] = end
+        if self.on_text and source == ENVIRONMENT:
+            self._stream(lane, b"".join(map(self.table.__getitem__, ids)), source)
+        return True
+
+    # -----------------------------------------------------------------------------
+    # who gets a row, and when
+
+    def _join(self):
+        """Rows whose observation is due and requests for which there is room: append, prefill, and they are live."""
+        self._prefill([lane for lane in self._due() if self._observe(lane)])
+        self._prefill_new(self._admit())
+
+    def _due(self):
+        """Parked lanes that return now, in the order of their calls."""
+        idle = not self.live and not (self.waiting and self.used < self.rows)
+        due, began = [], time.monotonic()
+        if self.deterministic:
+            if idle and self.parked:  # nothing to decode meanwhile: the step counter jumps
+                self.step = max(self.step, self.running[self.parked[0]].call_step + self.delay)
+            while self.parked and self.step >= self.running[self.parked[0]].call_step + self.delay:
+                lane = self.parked[0]
+                wait([self.running[lane].future], timeout=max(0.0, self.deadline[lane] - time.monotonic()))
+                if self.running[lane].future.done():
+                    due.append(self.parked.popleft())
+                else:
+                    self._finish(lane, "deadline")
+        else:
+            if idle and self.parked:
+                futures = [self.running[lane].future for lane in self.parked]
+                wait(futures, timeout=max(0.0, self.deadline.min() - time.monotonic()), return_when=FIRST_COMPLETED)
+            due = [lane for lane in self.parked if self.running[lane].future.done()]
+            self.parked = deque(lane for lane in self.parked if lane not in due)
+        self.stats["tool_wait_seconds"] += time.monotonic() - began
+        return due
+
+    def _admit(self):
+        """Give free rows to waiting requests; what the row's last tenant left of the same prompt stays. -> new lanes"""
+        new = []
+        while self.waiting and self.used < self.rows:
+            index, request = self.waiting.popleft()
+            lane, row, prompt = self.lane_of[self.used], self.used, np.asarray(request.prompt_ids, np.int64)
+            self.held[lane] = common_prefix(self.ids[[lane], :min(self.held[lane], len(prompt) - 1)], prompt)[0]
+            self.cache.set_length(row, int(self.held[lane]))
+            session = self.toolbox.session(request.question) if request.profile else None
+            self.running[lane] = Running(index, request, session, time.monotonic())
+            self.deadline[lane] = self.running[lane].started + request.limits.seconds
+            self.total[lane], self.pos[lane] = min(request.limits.total_tokens or self.max_len, self.max_len), 0
+            self.used += 1
+            if self._write(lane, prompt, PROMPT) and self._begin_turn(lane):
+                new.append(lane)
+                if self.sampling[0] > 0:
+                    self.uniforms[lane] = noise(self.seed, self.step_key, request.task_id, request.sample, self.uniforms.shape[1])
+        return new
+
+    def _prefill_new(self, new):
+        """Prefill new rows in waves: one that would repeat most of what another new row computes waits, and copies it then."""
+        while new:
+            ready = [lane for lane in self.lane_of[:self.used] if lane not in new]
+            wave, later = [], []
+            for lane in new:
+                ids = self.ids[lane, :self.pos[lane] - 1]
+                got = np.minimum(common_prefix(self.ids[ready], ids), self.held[ready])
+                coming = common_prefix(self.ids[wave], ids).max(initial=0)
+                best = max(got.max(initial=0), self.held[lane])
+                if coming - best > (len(ids) - best) // 2:
+                    later.append(lane)
+                    continue
+                if best > self.held[lane]:
+                    self.cache.copy_row(int(self.row_of[ready[got.argmax()]]), int(self.row_of[lane]), int(best))
+                    self.held[lane] = best
+                self.stats["shared_tokens"] += int(best)
+                wave.append(lane)
+            self._prefill(wave)
+            new = later
+
+    def _prefill(self, lanes):
+        """Bring what these rows hold up to all but their newest id, in right-padded batches of like length, and make them live."""
+        need = self.pos[lanes] - 1 - self.held[lanes]
+        lanes, need = [lanes[i] for i in need.argsort(kind="stable")], np.sort(need)
+        for i, lane in enumerate(lanes):
+            self._swap(self.row_of[lane], self.live + i)
+        i = int((need == 0).sum())
+        while i < len(lanes):
+            j = i + 1
+            while j < len(lanes) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.25 * need[i:j + 1].sum() + 64):
+                j += 1
+            for at in range(0, need[j - 1], self.prefill_tokens):  # more than one piece only where one row alone is longer than that
+                self._forward(lanes[i:j], np.minimum(need[i:j] - at, self.prefill_tokens))
+            i = j
+        self.live += len(lanes)
+
+    def _forward(self, lanes, lengths):
+        """Append the next lengths[i] ids of each lane to the cache; the lanes' rows are neighbours."""
+        batch = np.zeros((len(lanes), lengths.max()), np.int64)  # (rows, T)
+        for i, (lane, n) in enumerate(zip(lanes, lengths)):
+            batch[i, :n] = self.ids[lane, self.held[lane]:self.held[lane] + n]
+        first = int(self.row_of[lanes[0]])
+        self.model(torch.from_numpy(batch).to(self.device), cache=self.cache.view(first, first + len(lanes)), lengths=lengths.tolist())
+        self.held[lanes] += lengths
+        self.stats["prefills"] += 1
+        self.stats["prefill_tokens"] += int(lengths.sum())
+        self.stats["padded_tokens"] += batch.size - int(lengths.sum())
+
+    def _swap(self, i, j):
+        if i != j:
+            self.cache.swap_rows(int(i), int(j))
+            self.lane_of[[i, j]] = self.lane_of[[j, i]]
+            self.row_of[self.lane_of[[i, j]]] = i, j
+
+    def _move(self, src, dst):
+        """Row src goes to the freed row dst, whose own content is lost."""
+        if src != dst:
+            mover, freed = self.lane_of[[src, dst]]
+            self.cache.copy_row(int(src), int(dst), int(self.held[mover]))
+            self.lane_of[[src, dst]], self.row_of[[mover, freed]] = (freed, mover), (dst, src)
+            self.held[freed] = 0
+
+    def _cut_late(self):
+        now = time.monotonic()
+        if self.deadline.min() < now:
+            for lane in np.flatnonzero(self.deadline < now):
+                self._finish(lane, "deadline")
+
+    def _finish(self, lane, reason):
+        """Record the episode and close the gap that it leaves."""
+        run, n = self.running[lane], int(self.pos[lane])
+        if lane in self.parked:
+            self.parked.remove(lane)
+            run.future.cancel()
+        request, ids = run.request, self.ids[lane, :n].tolist() or list(run.request.prompt_ids)  # nothing was written: the prompt is too long
+        text = b"".join(map(self.table.__getitem__, ids[len(request.prompt_ids):n - (reason == "eos")])).decode("utf-8", errors="replace")
+        self.episodes[run.index] = Episode(
+            ids, self.source[lane, :n].tolist() or [PROMPT] * len(ids), self.logprobs[lane, :n].tolist() or [0.0] * len(ids), reason, text, len(request.prompt_ids), request.task_id,
+            request.sample, run.turn, run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started)
+        self.stats["ends"][reason] += 1
+        row = int(self.row_of[lane])
+        if row < self.live:
+            self.live -= 1
+            self._move(self.live, row)
+            row = self.live
+        self.used -= 1
+        self._move(self.used, row)
+        self.running[lane], self.deadline[lane] = None, np.inf
+
+    def _report(self, last=False, show=True):
+        now, stats = time.monotonic(), self.stats
+        stats["rollout_seconds"] = now - self.began
+        if show and (last or (sys.stderr.isatty() and now > self.reported + 0.5)):
+            self.reported = now
+            done = sum(stats["ends"].values())
+            print(f"\r{done}/{len(self.episodes)} episodes  {stats['sampled_tokens'] / (now - self.began):,.0f} tokens/s  live {self.live}  "
+                  f"parked {len(self.parked)}  tools {stats['tool_wait_seconds']:.1f} s waited", end="\n" if last else "", file=sys.stderr, flush=True)
