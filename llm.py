@@ -1,0 +1,182 @@
+"""One client for every OpenAI-compatible server: the distillation teacher, the LLM judge, page summaries, vision, and served models to evaluate.
+
+`LLM(base_url, model)` has two calls: `chat(messages) -> str` (POST /chat/completions) and `complete(prompt, stop) -> Completion` (POST /completions, the raw
+form that a chain of agents needs: an AFM trajectory is ONE assistant turn, and most servers close an assistant turn that they are given).
+
+What a run of hours needs from a client, and what is here: retries with exponential back-off and jitter on 429, 5xx, timeouts and refused connections, a server's
+Retry-After obeyed; at most `concurrency` requests at a time; a response cache in SQLite, shared by processes (a distillation run that stops at row 900 starts again
+at row 900, for nothing); tokens and cost counted. Keys come only from the environment (COA_API_KEY, then OPENAI_API_KEY), are sent only to this
+server, and stand in no cache, log or error text. Left out: streaming and asynchronous calls; threads do as well for 8 to 64 requests.
+
+    python llm.py http://127.0.0.1:8000/v1 my-model "Say hello"
+"""
+import hashlib
+import json
+import os
+import random
+import sqlite3
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+from model import exit_on_input_error
+
+
+class LLMError(RuntimeError):
+    """The server could not be made to answer; the message says what it said last. Not a user's error: the caller decides what a failed request means."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """stop_reason is the stop string that ended the text, where the server names it (vLLM, SGLang), else None; it is not part of text."""
+    text: str
+    finish_reason: str
+    stop_reason: str | None
+    usage: dict
+
+
+class Cache:
+    """A key-value table in a SQLite file that many threads and processes share. Values are JSON. Only answers worth money are put here, never errors."""
+
+    def __init__(self, path: str | Path):
+        self.path, self.local = str(path), threading.local()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self.connections, self.lock = [], threading.Lock()
+        with self._database() as db:
+            db.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+
+    def _database(self) -> sqlite3.Connection:
+        if not hasattr(self.local, "db"):                 # a connection a thread
+            self.local.db = sqlite3.connect(self.path, timeout=60, check_same_thread=False)
+            self.local.db.execute("PRAGMA journal_mode=WAL")
+            self.local.db.execute("PRAGMA synchronous=NORMAL")
+            with self.lock:
+                self.connections.append(self.local.db)
+        return self.local.db
+
+    @staticmethod
+    def key(request: dict) -> str:
+        return hashlib.sha256(json.dumps(request, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def get(self, request: dict):
+        row = self._database().execute("SELECT value FROM answers WHERE key = ?", (self.key(request),)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, request: dict, value):
+        with self._database() as db:
+            db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (self.key(request), json.dumps(value)))
+
+    def close(self):
+        with self.lock:
+            for db in self.connections:
+                db.close()
+            self.connections, self.local = [], threading.local()
+
+
+class LLM:
+    """A model on a server. base_url ends in /v1. timeout: seconds a request; attempts: tries per call; prices: dollars per million (prompt, completion) tokens.
+    `usage` counts over the object's life: prompt_tokens, completion_tokens (paid, i.e. not from the cache), calls, cache_hits, retries, errors, cost."""
+
+    def __init__(self, base_url: str, model: str, cache_path=None, concurrency: int = 8, timeout: float = 120.0, attempts: int = 6, prices=(0.0, 0.0), backoff: float = 1.0):
+        self.base_url, self.model, self.timeout, self.attempts, self.prices, self.backoff = base_url.rstrip("/"), model, timeout, attempts, prices, backoff
+        self.cache = Cache(cache_path) if cache_path else None
+        self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
+        self.session = requests.Session()
+        self.session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
+        self.session.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
+        self.usage = dict(prompt_tokens=0, completion_tokens=0, calls=0, cache_hits=0, retries=0, errors=0, cost=0.0)
+
+    def chat(self, messages: list, **sampling) -> str:
+        """The assistant's text for OpenAI-style messages; sampling: temperature, max_tokens, top_p, stop, seed, ... Raises LLMError."""
+        answer = self._post("/chat/completions", {"messages": messages, **sampling})
+        return first_choice(answer)["message"].get("content") or ""
+
+    def complete(self, prompt: str, stop=(), **sampling) -> Completion:
+        """Raw continuation of prompt up to one of the stop strings. Raises LLMError."""
+        answer = self._post("/completions", {"prompt": prompt, **({"stop": list(stop)} if stop else {}), **sampling})
+        choice = first_choice(answer)
+        reason = choice.get("stop_reason", choice.get("matched_stop"))
+        return Completion(choice["text"], choice.get("finish_reason") or "", reason if isinstance(reason, str) else None, answer.get("usage") or {})
+
+    def _post(self, path: str, body: dict) -> dict:
+        request = {"model": self.model, **body}
+        # a sampled answer (temperature > 0) is cached too: resuming a run must not pay twice; ask for another one with another seed
+        key = {"url": self.base_url + path, **request}
+        cached = self.cache.get(key) if self.cache else None
+        if cached is not None:
+            self._count(calls=1, cache_hits=1)
+            return cached
+        with self.slots:
+            answer = self._request(path, request)
+        usage = answer.get("usage") or {}
+        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        self._count(calls=1, prompt_tokens=tokens[0], completion_tokens=tokens[1], cost=(tokens[0] * self.prices[0] + tokens[1] * self.prices[1]) / 1e6)
+        if self.cache:
+            self.cache.put(key, answer)
+        return answer
+
+    def _request(self, path: str, request: dict) -> dict:
+        api_key = os.environ.get("COA_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        for attempt in range(1, self.attempts + 1):
+            wait = min(60.0, self.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+            try:
+                reply = self.session.post(self.base_url + path, json=request, headers=headers, timeout=self.timeout, allow_redirects=False)
+                if reply.status_code == 200:
+                    return check_answer(reply.json())
+                problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
+                if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
+                    break                                 # our mistake: asking again cannot help
+                wait = max(wait, retry_after(reply.headers.get("Retry-After")))
+            except (requests.RequestException, ValueError) as error:      # ValueError: not JSON, or not an answer
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < self.attempts:
+                self._count(retries=1)
+                time.sleep(wait)
+        self._count(errors=1)
+        problem = problem.replace(api_key, "***") if api_key else problem
+        raise LLMError(f"{self.base_url}{path} ({self.model}): {problem}, after {attempt} attempt{'s' * (attempt > 1)}")
+
+    def _count(self, **amounts):
+        with self.lock:
+            for name, amount in amounts.items():
+                self.usage[name] += amount
+
+    def close(self):
+        self.session.close()
+        if self.cache:
+            self.cache.close()
+
+
+def retry_after(value) -> float:
+    """Seconds to wait by a Retry-After header (the number form), at most 120."""
+    try:
+        return min(120.0, float(value or 0))
+    except ValueError:
+        return 0.0
+
+
+def check_answer(answer: dict) -> dict:
+    """A completion object, or ValueError."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
+        raise ValueError(f"no choices in the answer: {str(answer)[:200]}")
+    return answer
+
+
+def first_choice(answer: dict) -> dict:
+    return answer["choices"][0]
+
+
+if __name__ == "__main__":
+    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # one question to a server
+    exit_on_input_error()
+    if len(sys.argv) != 4:
+        sys.exit("usage: python llm.py BASE_URL MODEL QUESTION")
+    llm = LLM(sys.argv[1], sys.argv[2])
+    print(llm.chat([{"role": "user", "content": sys.argv[3]}]))
+    print(llm.usage, file=sys.stderr)
