@@ -1,0 +1,185 @@
+"""The scripted teacher: all roles of the multi-agent system played offline from a task's solution graph.
+
+A backend for distill.py, which knows it only as `chat(role, messages) -> text`. It alone reads `task.meta["solution"]`; every other part of
+the distillation sees what the agents say and what the tools return. What it is for: chains to learn from, in minutes and without a server. What it is
+not: a measure of anything, since it reads the solution. Its language is short and regular, so that a model of one million parameters can
+learn it: an agent first restates what it has read, then says what it needs next, then acts. With a given probability it errs once in an
+episode, the way such a model errs: a letter of a name lost in the query, a hop skipped, the wrong page opened, a digit lost or a sign changed in a
+program, an answer given before the last fact was read. The reflector or the verifier notices, the planner plans again, the episode ends well.
+"""
+import random
+import re
+
+from coa_format import PROFILES
+from model import InputError
+
+
+COUNT = ["No", "One", "Two", "Three", "Four", "Five", "Six"]
+DERIVED = {"max": "Larger", "min": "Smaller", "same": "Same"}
+
+
+class Scripted:
+    """chat(role, messages) for one episode of one task. It plays every role, but each only from what that role has been told, and looks
+    at the live observations: whether a search found the fact is read from its output. team: {tag: (agent, field, job)}.
+    mistakes, reflect: probability of one error, and of a reflection that nothing called for."""
+
+    def __init__(self, task, team, seed=0, sample=0, mistakes=0.3, reflect=0.6):
+        if "solution" not in task.meta:
+            raise InputError(f"task {task.id}: field 'solution': the scripted teacher needs the solution graph; use --teacher URL or DIR")
+        self.task, self.solution, self.steps = task, task.meta["solution"], task.meta["solution"]["steps"]
+        self.rng = random.Random(f"{seed}|{task.id}|{sample}")
+        self.team, self.tag_of = team, {name: tag for tag, (name, _, _) in team.items()}
+        self.at, self.fact = 0, ""                         # the step that is due; the last fact that was found and not yet said
+        self.called, self.failed, self.slip = False, None, None        # a call is out; why the last one failed; the slip in a program
+        self.suggested, self.confirmed = False, False
+        free = PROFILES[task.agent].first != "plan"        # code and math reflect after every program anyway
+        self.reflect_at = self.rng.randint(1, len(self.steps)) if free and self.rng.random() < reflect else None
+        self.mistake = self.choose_mistake() if self.rng.random() < mistakes else (None, None)
+
+    def choose_mistake(self):
+        """(kind, index of the step) of the one error of this episode."""
+        natural = [("natural", i) for i, step in enumerate(self.steps) if "failing_first" in step]
+        if natural:
+            return natural[0]
+        kinds = {"wiki_search": ["letter", "hop"], "web_search": ["letter", "hop"], "crawl_page": ["page", "page"], "code": ["slip", "slip"]}
+        options = [(kind, i) for i, step in enumerate(self.steps) for kind in kinds[step["tool"]]]
+        if "double_check" in PROFILES[self.task.agent].agents and self.steps[-1]["tool"] == "crawl_page":
+            options += [("hasty", len(self.steps) - 1)] * len(options)
+        return self.rng.choice(options)
+
+    def __call__(self, role, messages):
+        text, tag = messages[-1]["content"], self.tag_of[role]
+        if self.called and "Observation:" in text:
+            self.look(text.rsplit("Observation:", 1)[1])
+        return {"plan": self.plan, "reflection": self.reflection, "double_check": self.double_check}.get(tag, self.work)(role, messages)
+
+    def look(self, seen):
+        """Did the call of the step that is due bring its fact? Then the next step is due."""
+        step, self.called = self.steps[self.at], False
+        if re.search(rf"(?<![\w.,]){re.escape(str(step['finds']))}(?!\w|[.,]\d)", seen):
+            self.at, self.failed, self.fact = self.at + 1, None, step["fact"]
+        else:
+            self.failed = self.slip or f"no {step['wants']} of {step['about']}"
+
+    # The roles
+
+    def plan(self, role, messages):
+        items = [re.sub(r"^find (the )?", "", item) for item in self.solution["plan"]]
+        again = self.failed or self.suggested
+        if again:
+            thought, items = self.pick("Try again.", "A new plan."), items[min(self.at, len(items) - 1):]
+        else:
+            thought = self.pick(f"{COUNT[len(items)]} step{'s' * (len(items) > 1)}.", f"This takes {COUNT[len(items)].lower()} step{'s' * (len(items) > 1)}.")
+        self.failed = None
+        return f"Thought: {thought}\nPlan: {' '.join(f'{i}. {item}' for i, item in enumerate(items, 1))}\nTo: {self.agent_of(self.at)}"
+
+    def work(self, role, messages):
+        """A tool agent: say what was found, then call the tool, hand over, or answer."""
+        if self.failed:
+            return f"Thought: {self.pick('This shows', 'I see')} {self.failed}.\nTo: reflector"
+        if self.reflect_at is not None and self.at >= self.reflect_at:
+            self.reflect_at = None
+            return f"Thought: {self.say()}\nTo: reflector"
+        if self.at == len(self.steps) or self.mistake == ("hasty", self.at) and self.at > 0:
+            return self.answer(messages)
+        if self.agent_of(self.at) != role:
+            return f"Thought: {self.say()}\nTo: {self.agent_of(self.at)}"
+        step, kind = self.steps[self.at], self.mistake[0] if self.mistake[1] == self.at else None
+        argument, wants = self.argument(step, kind, messages)
+        self.called = True
+        return f"Thought: {self.say()} {self.need(step, wants)}\n{self.team[step['tool']][1]}: {argument}".replace("Thought:  ", "Thought: ")
+
+    def reflection(self, role, messages):
+        if not self.failed:
+            return "Reflection: conflict: good; tools: good; progress: good"
+        if self.slip:
+            reason, self.failed, self.slip = self.slip, None, None
+            return f"Reflection: conflict: poor, {reason}; tools: good; progress: fair"
+        return f"Reflection: conflict: good; tools: poor, {self.failed}; progress: fair"
+
+    def double_check(self, role, messages):
+        self.suggested = True
+        if self.at < len(self.steps):
+            step, self.mistake = self.steps[self.at], (None, None)
+            return f"Thought: The {step['wants']} of {step['about']} was not read.\nScore: score: {self.pick(1, 2, 2)}"
+        self.confirmed = True
+        return f"Thought: {self.pick('I have read', 'The page says')} {self.steps[-1]['finds']}.\nScore: score: {self.pick(4, 4, 4, 3)}"
+
+    def answer(self, messages):
+        """Suggest or give the answer; over-confident: something that the last search happened to show."""
+        given, derive, said = self.task.answer, self.solution.get("derive"), self.say()
+        given = given if isinstance(given, str) else given[0]
+        if self.at < len(self.steps):
+            shown = re.findall(r"(?:is|the|in|has) ([A-Z][a-z]+|\d+)", messages[-1]["content"].rsplit("Observation:", 1)[-1])
+            given = self.pick(*sorted({word for word in shown if word.isdigit() == given.isdigit()} - {given} or {self.steps[self.at]["about"]}))
+            said = f"{said} {self.pick('It must be', 'Probably')} {given}."
+        elif self.confirmed:
+            said = self.pick("Confirmed.", "The check is good.")
+        elif derive:
+            found = " ".join(f"{self.steps[i]['about']}: {self.steps[i]['finds']}." for i in derive["of"])
+            said = f"{found} {DERIVED[derive['op']]}: {given}."
+        elif given not in said:
+            said = f"{said} {self.pick('So it is', 'The answer is')} {given}.".strip()
+        return f"Thought: {said}\nAnswer: {given}"
+
+    # Their words
+
+    def pick(self, *options):
+        return self.rng.choice(options)
+
+    def say(self):
+        fact, self.fact = self.fact, ""
+        return fact
+
+    def agent_of(self, at):
+        return self.team[self.steps[min(at, len(self.steps) - 1)]["tool"]][0]
+
+    def need(self, step, wants):
+        if step["tool"] == "code":
+            return self.pick(f"Compute the {wants}.", f"Next: compute the {wants}.")
+        what = f"the {wants} {'with' if wants == 'element' else 'of'} {step['about']}"
+        if step["tool"] == "crawl_page":
+            return self.pick(f"Open the page of {step['about']}.", f"Read {what}.")
+        return self.pick(f"First: {what}.", f"First I need {what}.") if self.at == 0 else self.pick(f"Next: {what}.", f"Next I need {what}.")
+
+    def argument(self, step, kind, messages):
+        """(argument, relation that the thought names): the right ones, or plausible wrong ones when the mistake is due."""
+        right, wants = str(step["argument"]), step["wants"]
+        if kind is not None:
+            self.mistake = (None, None)
+        if kind == "natural":
+            return step["failing_first"], wants
+        if kind == "hop" and self.at + 1 < len(self.steps):
+            wants = self.steps[-1]["wants"]                              # skips a hop: asks the first entity for the last relation
+            return f"{step['about']} {wants}", wants
+        if kind in ("letter", "hop"):
+            return right.replace(step["about"], self.misspell(step["about"])), wants
+        if kind == "page":
+            found = [url for message in messages for url in re.findall(r"https?://[^\s)|]+", message["content"]) if url != right]
+            return self.pick(*found) if found else right, wants
+        if kind == "slip":
+            right, self.slip = self.wrong_code(right)
+        return f"```py\n{right}\n```" if step["tool"] == "code" else right, wants
+
+    def misspell(self, name):
+        """A letter lost, or two changed over."""
+        places = [i for i in range(1, len(name) - 1) if name[i:i + 2].isalpha() and name[i] != name[i + 1]]
+        if not places:
+            return name[:-1]
+        i = self.pick(*places)
+        return self.pick(name[:i] + name[i + 1:], name[:i] + name[i + 1] + name[i] + name[i + 2:])
+
+    def wrong_code(self, right):
+        """(a program with one slip, the slip in words): a digit lost, or a wrong sign."""
+        numbers = [m for m in re.finditer(r"\d+", right) if len(m[0]) > 1]
+        signs = [m for m in re.finditer(r"(?<=[\d)])([+*/-])(?=[\d(])", right)]
+        if signs and (not numbers or self.rng.random() < 0.4):
+            place = self.pick(*signs)
+            wrong = self.pick(*(sign for sign in "+-*/" if sign != place[0]))
+        elif numbers:
+            place = self.pick(*numbers)
+            cut = self.rng.randrange(1, len(place[0]))
+            wrong = place[0][:cut] + place[0][cut + 1:]
+        else:
+            return right, None
+        return right[:place.start()] + wrong + right[place.end():], f"{wrong} should be {place[0]}"
