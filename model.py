@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-BUCKET = 64          # a decode step attends to the longest row's length rounded up to this
-CHUNK = 1024         # positions whose logits exist at one time in token_logprobs
-SHARD_BYTES = 5e9    # save_model starts a new file beyond this
+ROPE_NEEDS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+BUCKET = 64     # a decode step attends to the longest row's length rounded up to this
+CHUNK = 1024    # positions whose logits exist at one time in token_logprobs
 
 
 class InputError(ValueError):
@@ -41,13 +41,13 @@ class InputError(ValueError):
 
 
 def exit_on_input_error():
-    """Let a script end with one line and exit code 2 on InputError, quietly with 130 on Ctrl-C; other errors keep their traceback."""
+    """Make the script end with one line and exit code 2 on InputError, with 130 on Ctrl-C; other errors keep their traceback."""
     def hook(kind, error, trace):
         if issubclass(kind, InputError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
         if issubclass(kind, KeyboardInterrupt):
-            os._exit(130)
+            sys.exit(130)
         sys.__excepthook__(kind, error, trace)
     sys.excepthook = hook
 
@@ -77,39 +77,34 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
-        """Read a config.json dict, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`). InputError names what is not supported."""
-        if hf.get("model_type") not in FAMILIES:
-            raise InputError(f"config.json: model_type {hf.get('model_type')!r} is not supported, expected one of {', '.join(FAMILIES)}")
-        plain = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0,
-                 "partial_rotary_factor": 1, "quantization_config": None, "pretraining_tp": 1}
-        for key, only in plain.items():
-            if hf.get(key, only) not in (only, None):
-                raise InputError(f"config.json: {key} = {hf[key]!r} is not supported, expected {only!r}")
-        if set(hf.get("layer_types") or ()) - {"full_attention"}:
-            raise InputError(f"config.json: layer_types {sorted(set(hf['layer_types']))} are not supported, expected full_attention only")
-        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        if missing := [key for key in needed if not isinstance(hf.get(key), int)]:
-            raise InputError(f"config.json: {missing[0]} = {hf.get(missing[0])!r}, expected an integer")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", hf.get("rope_theta", 10000.0))
-        rope["rope_type"] = rope.pop("type", "default") if "rope_type" not in rope else rope["rope_type"]
-        rope_frequencies(rope, theta, 8, hf.get("max_position_embeddings", 2048))   # refuses an unknown type
-        own = {f.name for f in fields(cls)} | {"rope_parameters", "dtype", "torch_dtype", "architectures"}
-        return cls(
-            **{key: hf[key] for key in needed},
-            num_key_value_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6), rope_theta=theta,
-            rope_scaling=None if rope["rope_type"] == "default" else rope,
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
-            tie_word_embeddings=hf.get("tie_word_embeddings", False),
-            attention_bias=hf["model_type"] == "qwen2" or hf.get("attention_bias", False),
-            model_type=hf["model_type"], extra={key: value for key, value in hf.items() if key not in own})
+        """Read a config.json, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`); InputError names what is not supported."""
+        def expect(key, value, allowed):
+            if value not in allowed:
+                raise InputError(f"config.json: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
+        expect("model_type", hf.get("model_type"), list(FAMILIES))
+        for key, only in {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0,
+                          "partial_rotary_factor": 1, "quantization_config": None}.items():
+            expect(key, hf.get(key, only), [only])
+        for kind in hf.get("layer_types") or ():
+            expect("layer_types", kind, ["full_attention"])
+        rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
+        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+        expect("rope_type", rope["rope_type"], list(ROPE_NEEDS))
+        needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+        if absent := [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]:
+            raise InputError(f"config.json: field {absent[0]!r} is missing")
+        own = {f.name for f in fields(cls)}
+        given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
+                 **{key: value for key, value in hf.items() if key in own and value is not None}}
+        given |= {"attention_bias": hf["model_type"] == "qwen2" or given.get("attention_bias", False),
+                  "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if rope["rope_type"] != "default" else None}
+        derived = own | {"architectures", "dtype", "torch_dtype", "rope_parameters"}
+        return cls(**given, extra={key: value for key, value in hf.items() if key not in derived})
 
     def to_hf(self) -> dict:
-        """The config.json dict, in the spelling that transformers 4, transformers 5 and vLLM all read."""
+        """The config.json, in the spelling that transformers 4, transformers 5 and vLLM all read."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
-        return {"architectures": [FAMILIES[self.model_type]], "hidden_act": "silu", "attention_dropout": 0.0, **self.extra, **own}
+        return {"architectures": [FAMILIES[self.model_type]], "hidden_act": "silu", **self.extra, **own}
 
 
 PRESETS = {   # for training from scratch: dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer))
@@ -158,18 +153,16 @@ class Transformer(nn.Module):
         segments (B, T): several texts in a row; attention stays within equal ids, positions restart at each. Not with a cache.
         """
         B, T = ids.shape
-        x = self.embed_tokens(ids)                                              # (B, T, D)
-        mask = None                                                             # None = causal over the T new tokens
+        x = self.embed_tokens(ids)                                          # (B, T, D)
+        length, positions, mask = T, slice(T), None                         # mask None: causal over the T new tokens
         if cache is not None:
-            positions, mask = cache.begin(T, lengths, x.dtype)                  # (B, T), None or (B, 1, T, S)
-            cos, sin = self.rope(cache.reach + T, x)[:, positions]              # (B, T, 1, head_dim) each
+            length, positions, mask = cache.begin(T, lengths, x.dtype)
         elif segments is not None:
-            column = torch.arange(T, device=ids.device)
-            first = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)) * column
-            cos, sin = self.rope(T, x)[:, column - first.cummax(1).values]
-            mask = ((segments[:, :, None] == segments[:, None, :]) & (column[:, None] >= column))[:, None]   # (B, 1, T, T)
-        else:
-            cos, sin = self.rope(T, x)[:, :T]                                   # (T, 1, head_dim) each
+            t = torch.arange(T, device=ids.device)
+            starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)) * t
+            positions = t - starts.cummax(1).values                         # (B, T)
+            mask = ((segments[:, :, None] == segments[:, None, :]) & (t[:, None] >= t))[:, None]   # (B, 1, T, T)
+        cos, sin = self.rope(length, ids.device)[:, positions].to(x.dtype)  # (B or none, T, 1, head_dim) each
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             for layer in self.layers:
                 if self.checkpointing and torch.is_grad_enabled():
@@ -177,7 +170,7 @@ class Transformer(nn.Module):
                 else:
                     x = layer(x, cos, sin, mask, cache)
         if cache is not None:
-            cache.advance(T, lengths)
+            cache.advance()
         return self.norm(x)
 
     @property
@@ -199,17 +192,17 @@ class Transformer(nn.Module):
         spread = [torch.zeros(mask.shape, dtype=r.dtype, device=r.device).masked_scatter(mask, r) for r in results if r is not None]
         return tuple(spread) if entropy else spread[0]
 
-    def rope(self, length: int, like: Tensor) -> Tensor:
-        """cos and signed sin of every position below `length`, at least: (2, length, 1, head_dim) in like's dtype and device."""
-        if self.rope_table.device != like.device or self.rope_table.shape[1] < length:
-            c, size = self.config, 1 << max(length - 1, 255).bit_length()
+    def rope(self, length: int, device) -> Tensor:
+        """cos and signed sin of the positions 0 .. length - 1 (or beyond), fp32: (2, length, 1, head_dim)."""
+        if self.rope_table.device != device or self.rope_table.shape[1] < length:
             with torch.inference_mode(False), torch.no_grad():
-                frequencies, scale = rope_frequencies(c.rope_scaling or {}, c.rope_theta, c.head_dim, c.max_position_embeddings)
-                angles = torch.outer(torch.arange(size, dtype=torch.float32), frequencies)     # (size, head_dim / 2)
+                frequencies, scale = rope_frequencies(self.config)
+                size = 1 << max(length - 1, 255).bit_length()
+                angles = torch.outer(torch.arange(size, dtype=torch.float32), frequencies)      # (size, head_dim / 2)
                 cos, sin = angles.cos() * scale, angles.sin() * scale
-                table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))   # (2, size, head_dim)
-                self.rope_table = table[:, :, None].to(like.device)
-        return self.rope_table.to(like.dtype)
+                table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))    # (2, size, head_dim)
+                self.rope_table = table[:, :, None].to(device)
+        return self.rope_table
 
 
 class Block(nn.Module):
@@ -239,14 +232,15 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask, cache):
         B, T, _ = x.shape
-        q = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), cos, sin)     # (B, T, H, head_dim)
-        k = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), cos, sin)     # (B, T, KV, head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)                                    # (B, T, KV, head_dim)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)                   # (B, heads, T, head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), cos, sin).transpose(1, 2)    # (B, H, T, head_dim)
+        k = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), cos, sin).transpose(1, 2)    # (B, KV, T, head_dim)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)                                   # (B, KV, T, head_dim)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)                                           # (B, KV, S, head_dim)
+            k, v = cache.append(self.layer, k, v)                                                          # (B, KV, S, head_dim)
+            if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
+                q = q.reshape(B, k.shape[1], -1, self.head_dim)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(y.reshape(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -265,37 +259,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def rope_frequencies(rope: dict, theta: float, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair, (head_dim / 2,) fp32, and the factor on cos and sin. rope: {} or a rope_scaling dict."""
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3", "yarn"):
-        raise InputError(f"config.json: rope_type {kind!r} is not supported, expected default, llama3 or yarn")
-    if absent := [key for key in {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}.get(kind, ()) if key not in rope]:
-        raise InputError(f"config.json: rope_scaling of type {kind!r} lacks {absent[0]!r}")
-    f = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if kind == "default":
-        return f, 1.0
-    factor, original = rope["factor"], rope.get("original_max_position_embeddings") or max_positions
-    if kind == "llama3":        # long wavelengths are stretched by `factor`, short ones kept, a linear blend between
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Radians per position of each pair, (head_dim / 2,) fp32, and the factor on cos and sin (YaRN's attention temperature)."""
+    rope, theta, head_dim = config.rope_scaling, config.rope_theta, config.head_dim
+    plain = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope is None:
+        return plain, 1.0
+    factor, original = rope["factor"], rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if rope["rope_type"] == "llama3":    # by the number of turns in the original context: few are stretched, many kept
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((original * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return f / factor * (1 - keep) + f * keep, 1.0
+        keep = ((original * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return plain / factor * (1 - keep) + plain * keep, 1.0
 
-    def pair_that_turns(times):   # YaRN eq. 17 f.: the (fractional) pair that makes `times` turns in the original context
-        return head_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_with(turns):                # YaRN: the same idea, blended linearly over the index of the pair
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    def magnitude(by=1.0):
-        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
-    low, high = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+    def magnitude(weight):
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+    low, high = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 1e-3)).clamp(0, 1)
     scale = rope.get("attention_factor")
-    if scale is None:
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        scale = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"]) if both else magnitude()
-    return f / factor * (1 - keep) + f * keep, scale
+    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return plain / factor * (1 - keep) + plain * keep, magnitude(1) if scale is None else scale
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -358,6 +347,7 @@ class KVCache:
                                 dtype=dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.host_lengths, self.rows, self.max_len = [0] * rows, range(rows), max_len
+        self.group = config.num_attention_heads // config.num_key_value_heads
 
     @property
     def bytes(self) -> int:
@@ -374,11 +364,10 @@ class KVCache:
         self.set_length(dst, length)
 
     def swap_rows(self, i: int, j: int):
-        a, b = (self.host_lengths[self.rows[row]] for row in (i, j))
-        held = self.data[:, :, i, :, :a].clone()
-        self.data[:, :, i, :, :b] = self.data[:, :, j, :, :b]
-        self.data[:, :, j, :, :a] = held
-        self.set_length(i, b)
+        a, b = self.host_lengths[self.rows[i]], self.host_lengths[self.rows[j]]
+        row_i = self.data[:, :, i, :, :a].clone()
+        self.copy_row(j, i, b)
+        self.data[:, :, j, :, :a] = row_i
         self.set_length(j, a)
 
     def release(self, row: int):
@@ -388,95 +377,85 @@ class KVCache:
         self.lengths[row] = length
         self.host_lengths[self.rows[row]] = length
 
-    # The three steps of a forward pass: begin, append per layer, advance.
+    # A forward pass calls begin once, append in every layer, advance at the end.
 
-    def begin(self, T: int, lengths, dtype) -> tuple[Tensor, Tensor | None]:
-        """Plan the writing of T new tokens a row: their positions (B, T), and the attention mask (B, 1, T, S) or None for plain causal."""
+    def begin(self, T: int, lengths, dtype) -> tuple[int, Tensor, Tensor | None]:
+        """Plan for T new tokens a row: a bound on their positions, the positions (B, T), and the mask (None: plain causal)."""
         held, device = [self.host_lengths[row] for row in self.rows], self.lengths.device
-        new = [T] * len(held) if lengths is None else [int(n) for n in lengths]
-        if len(new) != len(held) or max(map(sum, zip(held, new))) > self.max_len or max(new) > T:
-            raise ValueError(f"cache of {len(held)} rows x {self.max_len} tokens cannot take {new} tokens onto {held}")
-        self.reach = max(held)
-        column = torch.arange(T, device=device)
-        positions = self.lengths[:, None] + column                                        # (B, T)
-        self.slots = positions
-        if lengths is not None:
-            real = column < torch.tensor(new, device=device)[:, None]
-            self.slots = positions.where(real, self.data.shape[4] - 1)
-        if self.reach == 0:
-            return positions, None
-        S = min(-(-(self.reach + T) // BUCKET) * BUCKET, self.data.shape[4])
-        unseen = torch.arange(S, device=device) > positions[:, None, :, None]             # (B, 1, T, S)
-        return positions, torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -math.inf)
+        self.new = torch.as_tensor([T] * len(held) if lengths is None else lengths).tolist()
+        if len(self.new) != len(held) or max(self.new) > T or max(map(sum, zip(held, self.new))) > self.max_len:
+            raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens holding {held} cannot take {self.new} more")
+        t, slots = torch.arange(T, device=device), self.data.shape[4]
+        positions = self.lengths[:, None] + t                                               # (B, T)
+        is_real = t < torch.tensor(self.new, device=device)[:, None]
+        self.write = torch.arange(len(held), device=device)[:, None], positions.where(is_real, slots - 1)
+        bound = max(held) + T
+        self.read = min(-(-bound // BUCKET) * BUCKET, slots) if max(held) else 0            # 0: nothing but the new tokens
+        if self.read == 0:
+            return bound, positions, None
+        unseen = torch.arange(self.read, device=device) > positions[:, None, :, None]       # (B, 1, T, S)
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -math.inf)
+        return bound, positions, mask.repeat(1, 1, self.group, 1)                           # (B, 1, H / KV * T, S), see Attention
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, KV, T, head_dim); return what attention reads, (B, KV, S, head_dim)."""
-        keys, values = self.data[layer].unbind(0)                                         # (B, KV, slots, head_dim)
-        row = torch.arange(len(k), device=k.device)[:, None]
-        keys.transpose(1, 2)[row, self.slots] = k.transpose(1, 2)
-        values.transpose(1, 2)[row, self.slots] = v.transpose(1, 2)
-        if self.reach == 0:
-            return k, v
-        S = min(-(-(self.reach + k.shape[2]) // BUCKET) * BUCKET, self.data.shape[4])
-        return keys[:, :, :S], values[:, :, :S]
+        keys, values = self.data[layer].unbind(0)                                           # (B, KV, slots, head_dim)
+        keys.transpose(1, 2)[self.write] = k.transpose(1, 2)
+        values.transpose(1, 2)[self.write] = v.transpose(1, 2)
+        return (keys[:, :, :self.read], values[:, :, :self.read]) if self.read else (k, v)
 
-    def advance(self, T: int, lengths):
-        new = [T] * len(self.rows) if lengths is None else [int(n) for n in lengths]
-        for row, n in zip(self.rows, new):
-            self.host_lengths[row] += n
-        self.lengths += T if lengths is None else torch.tensor(new, device=self.lengths.device)
+    def advance(self):
+        self.lengths += torch.tensor(self.new, device=self.lengths.device)
+        for row, new in zip(self.rows, self.new):
+            self.host_lengths[row] += new
 
 
 # ---------------------------------------------------------------- Hugging Face directories in and out
 
 def local_directory(path_or_name) -> Path:
-    """A directory as it is; anything else is a hub id, fetched into the Hugging Face cache (weights as safetensors only)."""
-    if Path(path_or_name).is_dir():
-        return Path(path_or_name)
+    """A directory as it is; anything else is a hub id, fetched into the Hugging Face cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    if Path(path_or_name).is_dir():
+        return Path(path_or_name)
     try:
         return Path(snapshot_download(str(path_or_name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model {str(path_or_name)!r}: no such directory, and not to be had from the hub ({reason})") from error
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise InputError(f"model {str(path_or_name)!r}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
 
 
 def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
+    except (FileNotFoundError, ValueError) as error:
+        raise InputError(f"{path}: {'no such file' if isinstance(error, FileNotFoundError) else f'not valid JSON ({error})'}") from None
 
 
 def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -> Transformer:
-    """Read a Hugging Face directory or hub id. Tensors go one by one to dtype and device; InputError lists all that do not fit."""
+    """Read a Hugging Face directory or hub id; tensors go to dtype and device one by one. InputError lists all that do not fit."""
     from safetensors import safe_open
     path = local_directory(path_or_name)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     with torch.device("meta"):
         model = Transformer(config)
-    expected = {hf_name(name): (name, list(tensor.shape)) for name, tensor in model.state_dict().items()}
+    wanted = {hf_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}
     index = path / "model.safetensors.index.json"
     files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     if absent := [name for name in files if not (path / name).exists()]:
         raise InputError(f"{path / absent[0]}: no such file")
-    shapes = {}
+    found, state = {}, {}
     for file in files:
         with safe_open(path / file, "pt") as weights:
-            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
-    ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    wrong = [f"{name} is missing" for name in expected if name not in shapes]
-    wrong += [f"{name} is not expected" for name in shapes if name not in expected and name not in ignored]
-    wrong += [f"{name} is {shapes[name]}, expected {shape}" for name, (_, shape) in expected.items() if shapes.get(name, shape) != shape]
+            found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
+    spare = {name for name in found if name.endswith("inv_freq") or name == "lm_head.weight" and config.tie_word_embeddings}
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong += [f"{name} is not expected" for name in found if name not in wanted and name not in spare]
+    wrong += [f"{name} is {found[name]}, expected {shape}" for name, shape in wanted.items() if found.get(name, shape) != shape]
     if wrong:
         raise InputError(f"{path}: the weights do not fit config.json: {'; '.join(wrong)}")
-    state = {}
     for file in files:
         with safe_open(path / file, "pt", device=str(device)) as weights:
-            state |= {expected[name][0]: weights.get_tensor(name).to(dtype) for name in weights.keys() if name in expected}
+            state |= {name.removeprefix("model."): weights.get_tensor(name).to(dtype) for name in weights.keys() if name in wanted}
     model.load_state_dict(state, assign=True)
     if (path / "generation_config.json").exists():
         model.generation_config = read_json(path / "generation_config.json")
@@ -484,41 +463,35 @@ def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -
 
 
 def save_model(model: Transformer, tokenizer, path, state_dict: dict | None = None):
-    """Write config, weights, generation config and tokenizer (may be None) as a Hugging Face directory, file by file atomically.
+    """Write config, weights (shards of 5 GB), generation config and tokenizer (may be None) as a Hugging Face directory.
 
-    state_dict: the full weights where the model's own are sharded over ranks (call it on one rank then).
+    Every file appears whole or not at all. state_dict: the full weights, where the model's own are sharded over ranks (one rank saves).
     """
-    from safetensors.torch import save_file
-    state = {hf_name(name): tensor.detach().contiguous() for name, tensor in (state_dict or model.state_dict()).items()}
-    shards, size = [{}], 0
-    for name, tensor in state.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards, size = shards + [{}], 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+    from huggingface_hub import save_torch_state_dict
+    state = {hf_name(name): tensor.detach() for name, tensor in (state_dict or model.state_dict()).items()}
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     path = Path(path)
     new = path / ".writing"
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
-    for name, shard in zip(names, shards):
-        save_file(shard, new / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        total = sum(tensor.nbytes for tensor in state.values())
-        (new / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    save_torch_state_dict(state, new, max_shard_size="5GB")
     generation = model.generation_config
     if tokenizer is not None:
         tokenizer.save_pretrained(new)
         generation = generation or {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    if generation:
+        (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
     (new / "config.json").write_text(json.dumps({**model.config.to_hf(), "dtype": dtype, "torch_dtype": dtype}, indent=2))
-    for stale in path.glob("model*.safetensors*"):
-        if not (new / stale.name).exists():
-            stale.unlink()
-    for file in new.iterdir():
+    files = list(new.iterdir())
+    for file in files:
+        shutil.copymode(new / "config.json", file)    # safetensors writes its files readable by the owner only
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    for file in files:
         os.replace(file, path / file.name)
+    for old in path.glob("model*.safetensors*"):      # shards that a smaller model no longer has
+        if old.name not in {file.name for file in files}:
+            old.unlink()
     new.rmdir()
 
 
@@ -527,15 +500,16 @@ def hf_name(name: str) -> str:
 
 
 def load_tokenizer(path_or_name):
-    """The directory's or hub id's tokenizer. InputError where there is none, or where it has more tokens than the embedding has rows."""
+    """The directory's or hub id's tokenizer. InputError where there is none, or where its ids go beyond the embedding's rows."""
     from transformers import AutoTokenizer
     path = local_directory(path_or_name)
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise InputError(f"{path}: holds no tokenizer (tokenizer.json)")
     tokenizer = AutoTokenizer.from_pretrained(path)
-    rows = read_json(path / "config.json").get("vocab_size") if (path / "config.json").exists() else None
-    if rows is not None and max(tokenizer.get_vocab().values()) >= rows:
-        raise InputError(f"{path}: the tokenizer has ids up to {max(tokenizer.get_vocab().values())}, the embedding only {rows} rows")
+    largest = max(tokenizer.get_vocab().values())
+    rows = read_json(path / "config.json").get("vocab_size", largest + 1)
+    if largest >= rows:
+        raise InputError(f"{path}: the tokenizer has ids up to {largest}, the embedding {rows} rows")
     return tokenizer
 
 
@@ -548,7 +522,8 @@ def train_tokenizer(texts, vocab_size: int, tags):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bytes_of, digits = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(tags), special_tokens=["<|endoftext|>"], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
