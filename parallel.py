@@ -323,6 +323,7 @@ def add_scale_arguments(parser, micro_tokens):
     group.add_argument("--shards", type=int, default=0, help="ranks that share one copy of the weights (default: those of a node)")
     group.add_argument("--offload", action="store_true", help="keep shards and optimiser in CPU memory")
     group.add_argument("--checkpoint-seconds", type=float, default=30.0, help="least time between checkpoints (default %(default)s)")
+    return group
 
 
 SCALE_OPTIONS = ("micro_tokens", "checkpointing", "shards", "offload", "checkpoint_seconds")
@@ -414,3 +415,44 @@ def replace_directory(path, write):
         os.replace(path, old)
     os.replace(temporary, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rollout weights: one whole copy a rank, so that no rank has to wait for another while it samples
+
+
+def rollout_copy(model, ranks):
+    """A whole model for the sampler, bf16 on a GPU, to be filled by `refresh`. One CPU process samples from the trained model itself."""
+    if not dist.is_initialized():
+        return model
+    with torch.device("meta"):
+        copy = Transformer(model.config)
+    copy.generation_config = model.generation_config
+    return copy.to(torch.bfloat16 if ranks.device.type == "cuda" else torch.float32).to_empty(device=ranks.device)
+
+
+@torch.no_grad()
+def refresh(copy, model):
+    """Write the trained weights into the rollout copy, in place, a tensor at a time. Every rank must call this."""
+    if copy is model:
+        return
+    targets = dict(copy.named_parameters())
+    for name, weight in model.state_dict().items():              # (state_dict, since the head may still be unsharded)
+        weight = weight.to(targets[name].device, targets[name].dtype)
+        targets[name].copy_(weight.full_tensor())
+
+
+def swap(copy, model, optimizer, rollout, offload=False):
+    """Make room on a GPU. rollout=True: shards and optimiser go to CPU memory and the copy gets its storage back (`refresh` fills it);
+    False: the copy's storage is freed and the trainer comes back. offload: the trainer lives in CPU memory anyway."""
+    device = next(copy.parameters()).device
+    if copy is model or device.type != "cuda":
+        return
+    for parameter in copy.parameters():
+        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size() if rollout else 0)
+    if not offload:
+        place = "cpu" if rollout else device
+        model.to(place)
+        for state in optimizer.state.values():
+            state.update({key: value.to(place) for key, value in state.items() if value.dim() > 0})
+    torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from coa_format import encode, observation, prompt_ids, reject_reason, truncate, with_prompt
+from coa_format import encode, observation, prompt_ids, reject_reason, truncate
 from model import InputError, exit_on_input_error, load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
                       load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, run_config, save_checkpoint, setup,
@@ -94,18 +94,18 @@ def encode_rows(texts, tokenizer, max_len):
     dropped; counts says how many and why. Errors: InputError for a row whose text has no trained token, cut or not."""
     rows, counts = [], Counter()
     for prompt, response, place in texts:
-        prefix = prompt_ids(prompt, tokenizer)
-        whole = with_prompt(prefix, encode(response, tokenizer))
+        prefix, whole = prompt_ids(prompt, tokenizer), encode(response, tokenizer)
         if not any(whole.loss_mask):
             raise InputError(f"{place}: field 'output': no text that the model wrote, only observations")
         encoded, cut = truncate(whole, max_len, len(prefix))
         counts["cut"] += cut["cut_tokens"] > 0
-        if reason := reject_reason(response, encoded):
+        if reason := reject_reason(response, encoded, len(prefix)):
             counts[f"dropped: {reason}"] += 1
             continue
-        rows.append({"ids": torch.tensor(encoded.ids), "loss_mask": torch.tensor(encoded.loss_mask)})
-        counts["tokens"] += len(encoded.ids)
-        counts["trained"] += sum(encoded.loss_mask)
+        loss_mask = [False] * len(prefix) + encoded.loss_mask
+        rows.append({"ids": torch.tensor(prefix + encoded.ids), "loss_mask": torch.tensor(loss_mask)})
+        counts["tokens"] += len(loss_mask)
+        counts["trained"] += sum(loss_mask)
     return rows, counts
 
 
@@ -125,12 +125,12 @@ def stream(start, stop, count, seed):
 
 
 def learning_rate(step, steps, peak, warmup, schedule):
-    """Linear warm-up over the first warmup*steps steps, then down to zero along half a cosine, or along a line."""
-    warmup_steps = int(warmup * steps)
+    """Linear warm-up over the first warmup*steps steps, then constant, or down to zero along half a cosine or a line."""
+    warmup_steps = round(warmup * steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)                        # 0 ... 1
-    return peak * (0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress)
+    return peak * {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
 
 
 def sum_loss(model, rows, device):
