@@ -1,0 +1,312 @@
+"""The report: rows of graded chains in, numbers and pages out. evaluate.py calls `write_report`; nothing here runs a model.
+
+    mean       share of all questions solved by the greedy answer; a question that got no answer counts as wrong
+    mean@k     the same averaged over k sampled answers. Every interval is a 95 % bootstrap over questions
+    pass@k     chance that one of k is right (Chen et al. 2021, eq. 1): 1 - C(n-c, k) / C(n, k), unbiased for n >= k samples, c of them right
+    best@k     one of the k is chosen without seeing the gold: the majority's, the chain with the highest double_check score, a judge's choice
+    per solved tool calls, tokens written and read in all chains, divided by the number of solved questions (paper section 5.1)
+
+The column "metric" says what a score is: "em" is not called accuracy, and public tests are not called LiveCodeBench.
+"""
+import base64
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coa_format import find_answer, find_calls, parse
+from model import InputError
+from parallel import read_jsonl, write_atomic
+from tasks import load_tasks, normalise
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def pass_at_k(n, c, k):
+    """Chance that at least one of k answers drawn from n, of which c are right, is right."""
+    if not 0 < k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} samples, got {n}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def bootstrap_interval(values, resamples=2000, seed=0):
+    """95 % percentile interval [lo, hi] of the mean of `values`, one number a question, by resampling questions."""
+    values, rng = np.asarray(values, float), np.random.default_rng(seed)
+    means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(resamples)]
+    return [float(x) for x in np.quantile(means, (0.025, 0.975))]
+
+
+def by_question(rows):
+    """{id: rows}, in order of first appearance."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row["id"]].append(row)
+    return found
+
+
+def paired_difference(rows, others):
+    """How much better `rows` did than `others` on the questions that both answered: {"mean", "ci95", "n"}; None without such questions."""
+    ours, theirs = ({key: mean(r["score"] for r in part) for key, part in by_question(x).items()} for x in (rows, others))
+    differences = [ours[key] - theirs[key] for key in ours if key in theirs]
+    return {"mean": mean(differences), "ci95": bootstrap_interval(differences), "n": len(differences)} if differences else None
+
+
+def mean(values):
+    values = list(values)
+    return float(sum(values) / len(values)) if values else 0.0
+
+
+def majority(rows):
+    """The first row whose normalised answer is the most frequent; rows without an answer have no vote."""
+    votes = Counter(normalise(row["answer"]) or row["answer"] for row in rows if row["answer"])
+    best = max(votes.values(), default=0)
+    return next((row for row in rows if votes[normalise(row["answer"]) or row["answer"]] == best), rows[0])
+
+
+def own_choice(rows):
+    """The first row with the highest score that the chain gave itself in its last double_check; no check counts as 0."""
+    return max(rows, key=lambda row: row["double_check"] or 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def scores(rows):
+    """All numbers of a stage: over everything, and by suite."""
+    suites = defaultdict(list)
+    for row in rows:
+        suites[row["suite"]].append(row)
+    held_out = {key: [row["score"] for row in rows if row["sample"] == 0 and row["held_out_phrasing"] is flag] for key, flag in (("seen", False), ("held_out", True))}
+    return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()},
+            "phrasings": {key: {"mean": mean(values), "n": len(values)} for key, values in held_out.items()}}
+
+
+def numbers(rows):
+    greedy, sampled = ([row for row in rows if (row["sample"] == 0) is first] for first in (True, False))
+    solved = sum(row["score"] == 1 for row in greedy)
+    out = {"mean": mean(r["score"] for r in greedy), "ci95": bootstrap_interval([r["score"] for r in greedy]), "n": len(greedy),
+           "metric": ", ".join(sorted({r["metric"] for r in greedy})), "tool_calls": mean(r["tool_calls"] for r in greedy),
+           "tokens": mean(r["tokens_written"] for r in greedy), "violations": mean(r["violations"] for r in greedy),
+           "per_solved": {key: sum(r[key] for r in greedy) / solved if solved else None for key in ("tool_calls", "tokens_written", "tokens_read")},
+           "ends": dict(Counter(r["end_reason"] for r in greedy)), "judge_failed": sum(bool(r.get("judge_failed")) for r in rows),
+           "calls": dict(sum((Counter(r["tools"]) for r in greedy), Counter()))}
+    for key in ("em", "em_first", "f1", "cover_em", "partial"):
+        values = [float(r[key]) if key in r else 0.0 for r in greedy]
+        if any(key in r for r in greedy):
+            out[key] = mean(values)                                     # a question without an answer counts as 0
+    if sampled:
+        groups = list(by_question(sampled).values())
+        k = min(map(len, groups))
+        out |= {"k": k, "mean_at_k": mean(mean(r["score"] for r in g) for g in groups), "mean_at_k_ci95": bootstrap_interval([mean(r["score"] for r in g) for g in groups]),
+                "pass_at": {j: mean(pass_at_k(len(g), sum(r["score"] == 1 for r in g), j) for g in groups) for j in sorted({1, 2, 3, 4, 8, 16, k}) if j <= k},
+                "best_at_k": {"majority": mean(majority(g)["score"] for g in groups), "double_check": mean(own_choice(g)["score"] for g in groups)}}
+        chosen = [r["score"] for r in sampled if r.get("judges_choice")]
+        if chosen:
+            out["best_at_k"]["judge"] = sum(chosen) / len(groups)       # no readable choice counts as wrong
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+def percent(value):
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def span(interval):
+    return f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}"
+
+
+def markdown(header, rows):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def final_table(stages):
+    suites = sorted({suite for s in stages.values() for suite in s["suites"]})
+    return markdown(["stage", "questions", "right", "95 % interval", *suites, "held-out phrasings", "tool calls", "tokens written", "violations"],
+                    [[name, s["n"], percent(s["mean"]), span(s["ci95"]), *(percent(s["suites"].get(x, {}).get("mean")) for x in suites),
+                      percent(s["phrasings"]["held_out"]["mean"]) if s["phrasings"]["held_out"]["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}",
+                      f"{s['violations']:.2f}"] for name, s in stages.items()])
+
+
+def report_text(report, stages, args):
+    """report.md: what was measured, and how."""
+    lines = ["# Report", "", f"Questions: {', '.join(args.tasks)}. Greedy, one answer a question" + (f"; {args.samples} more sampled at temperature {args.temperature}, "
+             f"top-p {args.top_p}" if args.samples else "") + f". At most {args.turns} turns, {args.total_tokens} tokens. Prompt: {args.prompt}. Machine: {report['machine']}. "
+             f"Commit {report['commit']}. Counts are a question's average.", "", final_table(stages), "", "## Differences on the same questions", "",
+             markdown(["stages", "difference", "95 % interval", "questions"], [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]),
+             "", "## By suite", ""]
+    rows = []
+    for name, s in stages.items():
+        for suite, x in [*s["suites"].items(), ("all", s)]:
+            cost = ["" if v is None else f"{v:.1f}" for v in x["per_solved"].values()]
+            more = [percent(x.get(key)) for key in ("em_first", "f1", "cover_em")]
+            many = [percent(x["mean_at_k"]) + f" ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
+                    ", ".join(f"{k} {percent(v)}" for k, v in x["best_at_k"].items())] if "k" in x else ["", "", ""]
+            rows.append([name, suite, x["n"], x["metric"], percent(x["mean"]), span(x["ci95"]), *more, *many, *cost,
+                         ", ".join(f"{k} {v}" for k, v in x["calls"].items()), ", ".join(f"{k} {v}" for k, v in x["ends"].items()), x["judge_failed"] or ""])
+    lines += [markdown(["stage", "suite", "n", "metric", "greedy", "95 % interval", "em, first part", "F1", "cover-em", "mean@k", "pass@k", "best@k", "calls per solved",
+                        "tokens written per solved", "tokens read per solved", "calls written", "end reasons", "judge failures"], rows), "",
+              "## Phrasings of the question", "", markdown(["stage", "seen in training", "n", "never seen", "n"], [
+                  [name, percent(s["phrasings"]["seen"]["mean"]), s["phrasings"]["seen"]["n"], percent(s["phrasings"]["held_out"]["mean"]), s["phrasings"]["held_out"]["n"]]
+                  for name, s in stages.items()]), "",
+              "## Time", "", markdown(["step", "seconds"], report["seconds"].items()), "", "![curves](curves.png)", "", "Every chain: traces.html", ""]
+    return "\n".join(lines)
+
+
+def validate_report(report):
+    """What is wrong with a report.json, as lines; empty when it is valid."""
+    problems = []
+
+    def need(path, value, low=0.0, high=math.inf):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            problems.append(f"{path}: expected a number from {low:g} to {high:g}, got {value!r}")
+            return False
+        return True
+    for name, s in report.get("stages", {}).items():
+        interval = s.get("ci95") or [None, None]
+        if all([need(f"{name}.mean", s.get("mean"), 0, 1), *(need(f"{name}.ci95", x, 0, 1) for x in interval)]) and not interval[0] <= s["mean"] <= interval[1]:
+            problems.append(f"{name}.ci95: does not hold the mean")
+        for key in ("n", "tool_calls", "tokens", "violations"):
+            need(f"{name}.{key}", s.get(key), key == "n")
+        for suite, part in s.get("suites", {}).items():
+            need(f"{name}.suites.{suite}.mean", part.get("mean"), 0, 1)
+            need(f"{name}.suites.{suite}.n", part.get("n"), 1)
+        if sum(part.get("n", 0) for part in s.get("suites", {}).values()) != s.get("n"):
+            problems.append(f"{name}.suites: questions do not add up to n")
+    for step, value in report.get("seconds", {}).items():
+        need(f"seconds.{step}", value)
+    return problems + [f"{key}: missing" for key in ("stages", "seconds", "machine", "commit") if not report.get(key)]
+
+
+def check_report(folder):
+    """What a quick run must show; the problems as lines: the report is valid, SFT beats base, every suite has executed tool calls."""
+    file = Path(folder) / "report.json"
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; make it with `python evaluate.py`")
+    report = json.loads(file.read_text(encoding="utf-8"))
+    stages = report.get("stages", {})
+    problems = validate_report(report) + [f"stages.{name}: missing" for name in ("base", "sft", "rl") if name not in stages]
+    if problems:
+        return problems
+    if stages["sft"]["mean"] <= stages["base"]["mean"]:
+        problems.append(f"sft ({percent(stages['sft']['mean'])}) does not beat base ({percent(stages['base']['mean'])})")
+    return problems + [f"stages.{name}.suites.{suite}: no tool call was executed" for name in ("sft", "rl") for suite, part in stages[name]["suites"].items() if not part["tool_calls"]]
+
+
+def machine():
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
+    gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores{gpu}"
+
+
+def draw_curves(folder, stages):
+    """curves.png: the losses of SFT, the rewards of RL, and the stages with their intervals. Parts without data stay away."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    logs = {name: read_jsonl(folder / name / "metrics.jsonl") for name in ("sft", "rl") if (folder / name / "metrics.jsonl").is_file()}
+    panels = [("sft", "SFT: loss per trained token", ("loss", "validation_loss")), ("rl", "RL: reward and held-out score", ("reward", "dev"))]
+    panels = [panel for panel in panels if logs.get(panel[0])]
+    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(4.6 * (len(panels) + 1), 3.6), squeeze=False, layout="constrained")
+    for axis, (name, title, keys) in zip(axes[0], panels):
+        for key in keys:
+            points = [(row["step"], row[key]) for row in logs[name] if row.get(key) is not None]
+            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, linewidth=1, label=key.replace("_", " ")) if points else None
+        axis.set(title=title, xlabel="step", ylim=(0, 1) if name == "rl" else (0, None))
+        axis.legend()
+    means, intervals = [s["mean"] for s in stages.values()], [s["ci95"] for s in stages.values()]
+    axes[0][-1].bar(list(stages), means, yerr=[[m - i[0] for m, i in zip(means, intervals)], [i[1] - m for m, i in zip(means, intervals)]], capsize=4, color="#7a9cc6")
+    axes[0][-1].set(title="right on unseen questions", ylim=(0, 1))
+    axes[0][-1].tick_params(axis="x", labelrotation=20)
+    temporary = folder / ".curves.png"
+    figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
+    os.replace(temporary, folder / "curves.png")
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# traces.html
+
+
+PAGE_BYTES = 18_000_000
+
+
+def page_row(row, run, longest):
+    """A row of traces.html. Texts longer than `longest` characters lose their middle."""
+    def short(text):
+        cut = len(text) - longest
+        return text if cut <= 0 else f"{text[:longest // 2]}\n[... {cut:,} characters, see traces.jsonl ...]\n{text[-(longest // 2):]}"
+    segments = [[s.tag or "", short(s.text), int(s.source == "model"), *([s.problem] if s.problem else [])] for s in parse(row["text"])]
+    return {"run": run, "id": row["id"], "suite": row["suite"], "sample": row["sample"], "question": short(row["question"]), "gold": row["gold"], "answer": short(row["answer"]),
+            "score": row["score"], "end": row["end_reason"], "violations": row["violations"], "turns": row["turns"], "tools": row["tools"],
+            **{key: row[name] for key, name in (("metric", "metric"), ("written", "tokens_written"), ("read", "tokens_read"), ("advantage", "advantage"), ("step", "step"))
+               if row.get(name) is not None}, "segments": segments}
+
+
+def trace_page(runs):
+    """traces.html from {run: rows}: one file without any reference to another. Every "<" of the data is written as an escape, and the content
+    policy admits the page's own script alone, so that no text of a trace can become markup or run. Shortened to about 18 MB."""
+    total = sum(map(len, runs.values()))
+    for longest, keep in ((100_000, 1.0), (10_000, 1.0), (2_000, 1.0), (1_000, 1.0), (1_000, 0.3), (1_000, 0.1), (1_000, 0.01)):
+        rows = [page_row(row, i, longest) for i, run in enumerate(runs.values()) for part in list(by_question(run).values())[::round(1 / keep)] for row in part]
+        data = {"runs": list(runs), "rows": rows, "notes": "" if len(rows) == total else f"{len(rows)} of {total} traces, the rest is in traces.jsonl"}
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        if len(text.encode()) <= PAGE_BYTES:
+            break
+    page = (Path(__file__).parent / "traces_template.html").read_text(encoding="utf-8")
+    script = page[page.rindex("<script>") + len("<script>"):page.rindex("</script>")]
+    page = page.replace("__SCRIPT_HASH__", "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
+    before, after = page.split("__DATA__")
+    return before + text + after
+
+
+def rl_groups(folder, most=800):
+    """Whole groups of an RL run's traces.jsonl, from evenly spaced steps up to the last, as rows for the page."""
+    if not (folder / "traces.jsonl").is_file():
+        return []
+    rows, config = read_jsonl(folder / "traces.jsonl"), json.loads((folder / "config.json").read_text())
+    tasks = {task.id: task for task in load_tasks([file for file in config.get("tasks", []) if Path(file).is_file()])}
+    steps = sorted({row["step"] for row in rows})
+    every = max(1, math.ceil(len(rows) / most))
+    chosen = set(steps[::-every])
+    return [{**row, "id": row["task_id"], "question": tasks[row["task_id"]].question, "gold": tasks[row["task_id"]].answer, "answer": find_answer(row["text"]) or "",
+             "tools": dict(Counter(call.tag for call in find_calls(row["text"])))} for row in rows if row["step"] in chosen and row["task_id"] in tasks]
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# All of it
+
+
+def write_report(folder, stages, seconds, args):
+    """Write report.json, report.md, curves.png and traces.html into `folder` -> the final table.
+
+    stages: {name: folder with scores.json and traces.jsonl}, in order; names that end in _no_tools are kept apart. seconds: of the evaluation,
+    {"eval": s}; those of the other steps come from `folder`/seconds.json when it is there. args: evaluate.py's options, for the text."""
+    numbers_of = {name: json.loads((out / "scores.json").read_text()) for name, out in stages.items()}
+    runs = {name: read_jsonl(out / "traces.jsonl") for name, out in stages.items()}
+    names = list(stages)
+    pairs = list(zip(names, names[1:])) + [(names[0], names[-1])] * (len(names) > 2)
+    differences = {f"{b} - {a}": paired_difference(*([row for row in runs[name] if row["sample"] == 0] for name in (b, a))) for a, b in pairs}
+    steps = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    apart = [name for name in names if name.endswith("_no_tools")]
+    report = {"stages": {name: numbers_of[name] for name in names if name not in apart}, "no_tools": {name: numbers_of[name] for name in apart},
+              "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(), "commit": commit or "unknown"}
+    write_atomic(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_atomic(folder / "report.md", report_text(report, numbers_of, args))
+    draw_curves(folder, numbers_of)
+    groups = rl_groups(folder / "rl")
+    write_atomic(folder / "traces.html", trace_page({**runs, **({"rl training": groups} if groups else {})}))
+    return final_table(numbers_of)
