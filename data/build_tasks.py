@@ -1,0 +1,421 @@
+"""Build data/tasks/{sft,rl,dev,test}.jsonl: questions about the encyclopedia and word problems, each with the graph of its solution.
+
+    mhqa   1 to 3 hops with wiki_search, and comparisons            agent "mhqa"
+    web    web_search, then a detail that only crawl_page shows     agent "web"
+    math   word problems (agent "math"), and computing with looked-up numbers (agent "all")
+
+The facts are read back out of the sentences of encyclopedia.jsonl, nothing else is needed. Pages are grouped in families (a country with its cities
+and currency, a state with its cities and counties, a discoverer with his elements) and every family belongs to one split: a task is
+kept only if each page title that occurs anywhere in it (question, answer, solution) is of its own split's families. Word problems share templates, but
+no names, things or numbers. Of seven phrasings a template, two are never used outside the test file.
+
+Every search argument of a solution is tried on the live tools: it has to bring the paragraph that holds the fact. Where the natural
+first query (the entity and the question's own word, "Nepal phone prefix") does not bring it, the step says so in `failing_first`.
+
+    python data/build_tasks.py        # half a minute; the same encyclopedia gives the same bytes
+"""
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import tools                                                                     # noqa: E402
+from templates import BY, CHAINS, COMPARE, LOOKED_UP, NAMES, ONE, RELATIONS, STORIES, THINGS, UNIT      # noqa: E402
+
+SIZES = {"sft": 1200, "rl": 2800, "dev": 500, "test": 900}                       # a third for each suite
+SHARES = [("test", 0.28), ("rl", 0.42), ("sft", 0.20), ("dev", 0.10)]            # of the families
+TOP_K, FAILING_TOP_K = 2, 3       # a right query finds its fact among 2 passages or results, a failing one does not even among 3
+TRAINED, HELD_OUT = 5, 2                                                         # phrasings of a template
+
+
+
+# ---------------------------------------------------------------- facts, families, splits
+
+def read_facts(pages: list[dict]) -> dict[str, dict[str, tuple[str, int]]]:
+    """title -> relation -> (value, index of its paragraph), read out of the pages' own sentences."""
+    facts = {}
+    for page in pages:
+        own = facts[page["title"]] = {}
+        for i, paragraph in enumerate(page["text"].split("\n\n")):
+            for relation, (pattern, _, _) in RELATIONS.items():
+                found = re.search(pattern, paragraph)
+                if found and found[1] == page["title"] and relation not in own:
+                    own[relation] = (found[2], i)
+        if "state" in own:
+            own.pop("country", None)
+    return facts
+
+
+def families(facts: dict) -> dict[str, str]:
+    """title -> the title that names its family: the country of a city or currency, the state of a county or city, the discoverer of an element."""
+    head = {}
+    for title, own in facts.items():
+        above = next((own[relation][0] for relation in ("state", "country", "discoverer") if relation in own), title)
+        head[title] = above if above in facts else title
+    return head
+
+
+def assign_splits(head: dict[str, str], facts: dict, seed: int) -> dict[str, str]:
+    """title -> split. Families of a kind are dealt out in random order, the next to the split that lacks most pages."""
+    members = defaultdict(list)
+    for title, family in head.items():
+        members[family].append(title)
+    kinds = defaultdict(list)
+    for family, titles in members.items():
+        kinds["element" if any("symbol" in facts[t] for t in titles) else "state" if "postal code" in facts[family] else "country"].append(family)
+    split_of = {}
+    for kind in sorted(kinds):
+        rng, dealt = random.Random(f"{seed}|{kind}"), Counter()
+        order = sorted(kinds[kind])
+        rng.shuffle(order)
+        for family in sorted(order, key=lambda f: -len(members[f])):
+            split = max(SHARES, key=lambda s: s[1] * (sum(dealt.values()) + len(members[family])) - dealt[s[0]])[0]
+            dealt[split] += len(members[family])
+            split_of |= {title: split for title in members[family]}
+    return split_of
+
+
+class Titles:
+    """Finds page titles in a text: whole words, the longest title first, so that "Niger" is not found in "Nigeria" nor "Guinea" in "Papua New Guinea"."""
+
+    def __init__(self, titles):
+        self.by_word = defaultdict(list)
+        for title in sorted(titles, key=lambda t: (-len(t), t)):
+            self.by_word[re.match(r"\w+", title)[0]].append(title)
+
+    def find(self, text: str) -> list[str]:
+        found, end = [], 0
+        for word in re.finditer(r"\w+", text):
+            if word.start() >= end:
+                title = next((t for t in self.by_word[word[0]] if text.startswith(t, word.start())
+                              and not re.match(r"\w", text[word.start() + len(t):])), None) if word[0] in self.by_word else None
+                if title:
+                    found.append(title)
+                    end = word.start() + len(title)
+        return found
+
+
+def task_text(task: dict) -> str:
+    """Everything a task shows or leads to, for the search for titles: question, answers, plan, and all that its steps say."""
+    answers = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
+    steps = [str(step.get(key) or "") for step in task["solution"]["steps"] for key in ("about", "argument", "page", "finds", "fact", "failing_first")]
+    return "\n".join([task["question"], *answers, *task["solution"]["plan"], *steps])
+
+
+def fold(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+
+def answers(value: str) -> str | list[str]:
+    """The accepted spellings of a value: as it stands, without accents, without the place in brackets."""
+    forms = list(dict.fromkeys([value, fold(value), re.sub(r" \(.*\)$", "", value), fold(re.sub(r" \(.*\)$", "", value))]))
+    return forms if len(forms) > 1 else value
+
+
+# ---------------------------------------------------------------- steps, tried on the live tools
+
+class Live:
+    """The tools as the episodes will use them, with every answer kept."""
+
+    def __init__(self, corpus: Path):
+        self.pages = {page["title"]: page for page in map(json.loads, corpus.read_text("utf8").splitlines())}
+        self.store, self.kept = tools.Store(corpus), {}
+
+    def __call__(self, tool: str, argument: str, topk: int = TOP_K) -> str:
+        key = tool, argument, topk
+        if key not in self.kept:
+            made = tools.WikiSearch(self.store, topk) if tool == "wiki_search" else tools.WebSearch(self.store, topk)
+            self.kept[key] = made.run(argument, tools.Context())
+        return self.kept[key]
+
+
+def search(live, facts, tool, about, relation, word, page, finds=None, own_word=None):
+    """A search step, or None. `about` and `word` are the question's own: the natural first query joins them. If it does not bring what is needed (for
+    wiki_search the paragraph with the fact, for web_search the page's URL), it is kept as `failing_first`."""
+    value, paragraph = facts[page].get(relation, (finds, 0))
+    value = finds or value
+    text = live.pages[page]["text"].split("\n\n")[paragraph]
+    needed = text if tool == "wiki_search" else live.pages[page]["url"]
+    own_word = own_word or (RELATIONS[relation][1] if relation in RELATIONS else "")
+    natural = f"{about} {word}".strip()
+    tries = list(dict.fromkeys([natural, f"{about} {own_word}".strip(), about]))
+    right = next((query for query in tries if needed in live(tool, query) and value in live(tool, query)), None)
+    if right is None or right != natural and needed in live(tool, natural, FAILING_TOP_K):
+        return None
+    step = {"tool": tool, "about": about, "wants": relation, "argument": right, "page": page, "finds": value, "fact": f"The {relation} of {about} is {value}."}
+    if right != natural:
+        step["failing_first"] = natural
+    return step
+
+
+def chain(live, facts, start, relations, words, tool="wiki_search"):
+    """Steps from page `start` along `relations`, each value being the next page; the last relation is read by wiki_search or, for the web, by
+    crawl_page after a search for the page. `start` may be (description, relation "element", page) for an element found by number or symbol. None if a link is missing."""
+    steps, page = [], start
+    if isinstance(start, tuple):
+        about, page = start
+        steps.append(search(live, facts, tool, about, "element", "element", page, finds=page))
+        if steps[0] is None:
+            return None
+        steps[0]["fact"] = f"The element with {about} is {page}."
+    for i, (relation, word) in enumerate(zip(relations, words)):
+        if relation not in facts.get(page, {}):
+            return None
+        value, paragraph = facts[page][relation]
+        last = i == len(relations) - 1
+        if tool == "web_search" and last:
+            if paragraph == 0:
+                return None
+            if not isinstance(start, tuple):
+                step = search(live, facts, tool, page, "page", word, page, finds=live.pages[page]["url"], own_word=RELATIONS[relation][1])
+                if step is None:
+                    return None
+                steps.append(step | {"fact": f"{page} has a page."})
+            steps.append({"tool": "crawl_page", "about": page, "wants": relation, "argument": live.pages[page]["url"], "page": page, "finds": value,
+                          "fact": f"The {relation} of {page} is {value}."})
+        else:
+            if tool == "web_search" and paragraph > 0:
+                return None
+            steps.append(search(live, facts, tool, page, relation, word if last else RELATIONS[relation][1], page))
+        if steps[-1] is None:
+            return None
+        if not last:
+            page = value if value in facts else next((t for t in facts if fold(t) == fold(value)), None)
+            if page is None or page == steps[-1]["page"]:
+                return None
+    return steps
+
+
+def code_step(wants: str, source: str) -> dict:
+    value = str(eval(source, {"__builtins__": {"round": round}}))                      # our own arithmetic
+    return {"tool": "code", "about": "", "wants": wants, "argument": f"print({source})", "page": None, "finds": value, "fact": f"The {wants} is {value}."}
+
+
+def graph(template, phrasing, held_out, plan, steps, answer_step=-1, derive=None) -> dict:
+    entities = list(dict.fromkeys(step["page"] for step in steps if step["page"]))
+    solution = {"template": template, "phrasing": phrasing, "phrasing_held_out": held_out, "plan": plan, "entities": entities, "steps": steps}
+    return solution | ({"answer_step": None, "derive": derive} if derive else {"answer_step": len(steps) + answer_step if answer_step < 0 else answer_step})
+
+
+# ---------------------------------------------------------------- questions
+
+class Writer:
+    """Makes tasks for one split from that split's pages, names, things and numbers."""
+
+    def __init__(self, split, live, facts, split_of, seed):
+        self.split, self.live, self.facts = split, live, facts
+        self.rng = random.Random(f"{seed}|{split}")
+        self.pools = defaultdict(list)
+        for title in sorted(t for t, s in split_of.items() if s == split):
+            own = facts[title]
+            for kind, mark in (("country", "ISO code"), ("city", "country"), ("currency", "currency code"), ("us city", "state"), ("county", "FIPS code"),
+                               ("state", "postal code"), ("element", "symbol")):
+                if mark in own:
+                    self.pools[kind].append(title)
+        self.pools["city"] = [t for t in self.pools["city"] if "inhabitants" in facts[t]]
+        self.pools["us city"] = [t for t in self.pools["us city"] if "inhabitants" in facts[t]]
+        self.pools["county"] = [t for t in self.pools["county"] if "state" in facts[t]]
+        share, names, things = dict(SHARES), NAMES[:], THINGS[:]
+        random.Random(seed).shuffle(names), random.Random(seed).shuffle(things)
+        low = sum(share[s] for s, _ in SHARES[:[s for s, _ in SHARES].index(split)])
+        self.names = names[round(low * len(names)):round((low + share[split]) * len(names))]
+        self.things = things[round(low * len(things)):round((low + share[split]) * len(things))]
+
+    def phrasing(self, held_out):
+        return self.rng.randrange(TRAINED, TRAINED + HELD_OUT) if held_out else self.rng.randrange(TRAINED)
+
+    def word(self, relation, odd):
+        return self.rng.choice(RELATIONS[relation][2][1:] or RELATIONS[relation][2]) if odd else RELATIONS[relation][2][0]
+
+    def start(self, kind):
+        """(start of the chain, description used in the question, plan item) for a random page of a kind."""
+        if kind in ("atomic number", "symbol"):
+            page = self.rng.choice(self.pools["element"])
+            value = self.facts[page][kind][0]
+            return (f"{kind} {value}", page), value
+        page = self.rng.choice(self.pools[{"us city": "us city"}.get(kind, kind)])
+        return page, page
+
+    def look_up(self, suite, kind, relations, held_out, odd):
+        """A chain question: the last relation of the page at the end of `relations`."""
+        start, name = self.start(kind)
+        words = [RELATIONS[r][2][0] for r in relations[:-1]] + [self.word(relations[-1], odd)]
+        steps = chain(self.live, self.facts, start, relations, words, "wiki_search" if suite == "mhqa" else "web_search")
+        if not steps or len(steps) < len(relations):
+            return None
+        frame = number = self.phrasing(held_out)
+        subject, inner = name, relations[:-1]
+        described = {"city": "city", "us city": "county", "county": "county", "currency": "currency", "atomic number": "atomic number", "symbol": "symbol"}.get(kind)
+        if described and (inner or isinstance(start, tuple)):
+            by = self.phrasing(held_out)
+            subject, number = BY[described][by].format(x=name), 10 * frame + by
+            inner = inner if isinstance(start, tuple) else inner[1:]
+        for relation in inner:
+            subject = f"the {RELATIONS[relation][2][0]} of {subject}"
+        unit = UNIT.get(relations[-1])
+        question = ONE[frame].format(n=words[-1] + (f" in {unit}" if unit and "in " not in words[-1] else ""), x=subject)
+        seen = [f"find the element with {start[0]}"] if isinstance(start, tuple) else []
+        for i, relation in enumerate(relations):
+            seen.append(f"find the {relation} of {name}" if not seen else f"find its {relation}")
+        hops = len(relations) + isinstance(start, tuple)
+        template = f"{suite}: {kind} > {' > '.join(relations)}"
+        return {"question": question, "answer": answers(steps[-1]["finds"]), "data_source": suite, "agent": suite, "hops": hops,
+                "solution": graph(template, number, held_out, seen, steps)}
+
+    def compare(self, relation, op, held_out):
+        """Which of two pages has the larger (or smaller) number?"""
+        kind = {"population": "country", "area": "country", "inhabitants": "city", "discovery year": "element"}[relation]
+        pages = self.rng.sample(self.pools[kind], 2)
+        steps = [search(self.live, self.facts, "wiki_search", page, relation, RELATIONS[relation][1], page) for page in pages if relation in self.facts[page]]
+        if len(steps) < 2 or None in steps:
+            return None
+        numbers = [float(step["finds"]) for step in steps]
+        if max(numbers) < (1.3 if op == "max" else 1.001) * min(numbers):
+            return None
+        number = self.phrasing(held_out)
+        best = numbers.index(max(numbers) if op == "max" else min(numbers))
+        plan = [f"find the {relation} of {page}" for page in pages] + ["compare"]
+        return {"question": COMPARE[relation, op][number].format(x=pages[0], y=pages[1]), "answer": answers(pages[best]), "data_source": "mhqa",
+                "agent": "mhqa", "hops": 2, "solution": graph(f"mhqa: compare {relation}", number, held_out, plan, steps, derive={"op": op, "of": [0, 1]})}
+
+    def compute(self, name, held_out):
+        """Look numbers up, then compute with them."""
+        relation, source, result, phrasings = LOOKED_UP[name]
+        relations = relation.split(" ") if name == "density" else [relation]
+        kind = {"inhabitants": "city", "area": "country", "population": "country", "counties": "state"}.get(relations[0], "element")
+        pages = self.rng.sample(self.pools[kind], 2 if "{y}" in phrasings[0] else 1)
+        if any(r not in self.facts[page] for page in pages for r in relations):
+            return None
+        values = [self.facts[page][r][0] for page in pages for r in relations]
+        if len(pages) == 2 and "-" in source and float(values[0]) <= float(values[1]):
+            return None
+        if max(len(value) for value in values) > 8:
+            return None
+        k = self.rng.randint(3, 29)
+        steps = [search(self.live, self.facts, "wiki_search", page, r, RELATIONS[r][1], page) for page in pages for r in relations]
+        if None in steps:
+            return None
+        if name == "density":                                       # both numbers stand in one paragraph
+            steps = steps[:1]
+            steps[0]["fact"] = f"The population of {pages[0]} is {values[0]}, its area {values[1]}."
+        steps.append(code_step(result, source.format(a=values[0], b=values[-1], k=k)))
+        number = self.phrasing(held_out)
+        plan = [f"find the {relation if name != 'density' else 'population and area'} of {page}" for page in pages] + [f"compute the {result}"]
+        question = phrasings[number].format(x=pages[0], y=pages[-1], k=k)
+        return {"question": question, "answer": steps[-1]["finds"], "data_source": "math", "agent": "all", "hops": len(steps),
+                "solution": graph(f"math: {name}", number, held_out, plan, steps)}
+
+    def story(self, name, held_out):
+        """A word problem, solved in one expression or in two steps."""
+        work, phrasings = STORIES[name]
+        numbers = draw(name, self.rng)
+        if numbers is None:
+            return None
+        number = self.phrasing(held_out)
+        question = phrasings[number].format(n=self.rng.choice(self.names), t=self.rng.choice(self.things), **numbers)
+        (first, one), (second, two) = work
+        if self.rng.random() < 0.4:
+            steps = [code_step(first, one.format(**numbers))]
+            steps.append(code_step(second, two.format(r=steps[0]["finds"], **numbers)))
+        else:
+            inner = f"({one})" if "+" in one and "(" not in one and re.search(r"\{r\}[*/]", two) else one
+            steps = [code_step(second, two.replace("{r}", inner).format(**numbers))]
+        plan = [f"compute the {step['wants']}" for step in steps]
+        return {"question": question, "answer": steps[-1]["finds"], "data_source": "math", "agent": "math", "hops": len(steps),
+                "solution": graph(f"math: {name}", number, held_out, plan, steps)}
+
+
+def draw(name: str, rng: random.Random) -> dict | None:
+    """The numbers of a word problem, whole and positive at every step; None if this draw does not fit."""
+    r = rng.randint
+    a, b, c, d = {
+        "change": lambda: (r(3, 60), r(12, 99), r(100, 9000), 0), "boxes": lambda: (r(12, 90), r(12, 99), r(15, 4000), 0),
+        "share": lambda: (r(20, 900), r(20, 900), r(3, 19), 0), "trip": lambda: (r(20, 480), r(3, 40), r(11, 900), 0),
+        "wages": lambda: (r(11, 80), r(11, 60), r(11, 80), r(11, 60)), "fence": lambda: (r(12, 300), r(12, 300), r(3, 45), 0),
+        "discount": lambda: (r(3, 300) * 20, r(1, 15) * 5, 0, 0), "average": lambda: (r(10, 900), r(10, 900), r(10, 900), r(10, 900)),
+        "tank": lambda: (r(500, 9000), r(11, 99), r(3, 40), r(20, 900)), "savings": lambda: (r(20, 900), r(11, 99), r(4, 52), r(50, 4000)),
+        "seats": lambda: (r(3, 12), r(11, 40), r(11, 40), r(100, 9000)), "minutes": lambda: (r(2, 30), r(11, 59), r(30, 900), 0),
+        "recipe": lambda: (r(3, 25), r(20, 95), r(13, 60), 0), "two_shops": lambda: (r(11, 90), r(11, 90), r(11, 90), r(11, 90)),
+        "doubling": lambda: (r(11, 90), r(3, 7), r(20, 4000), 0), "speed": lambda: (r(20, 900), r(20, 900), r(3, 19), 0)}[name]()
+    b = a * b if name == "recipe" else b
+    left = {"change": c - a * b, "boxes": a * b - c, "tank": a - b * c, "savings": a + b * c - d, "seats": a * b * c - d, "minutes": a * 60 + b - c,
+            "two_shops": a * b - c * d, "doubling": a * 2 ** b - c}.get(name, 1)
+    whole = {"share": (a + b) % (c or 1) == 0, "average": (a + b + c + d) % 4 != 0, "speed": (a + b) % (c or 1) != 0, "recipe": c != a}.get(name, True)
+    return {"a": a, "b": b, "c": c, "d": d} if left > 0 and whole else None
+
+
+# ---------------------------------------------------------------- the files
+
+def choose(writer: Writer, suite: str, held_out: bool, odd: bool) -> dict | None:
+    """One draw of a task of a suite, None if it came to nothing."""
+    rng = writer.rng
+    if suite == "math":
+        name = rng.choice(sorted(STORIES) if rng.random() < 0.6 else sorted(LOOKED_UP))
+        return writer.story(name, held_out) if name in STORIES else writer.compute(name, held_out)
+    if suite == "mhqa" and not odd and rng.random() < 0.2:
+        return writer.compare(*rng.choice(sorted(COMPARE)), held_out)
+    weights, kinds, paths, lasts = zip(*CHAINS[suite])
+    i = rng.choices(range(len(kinds)), weights)[0]
+    return writer.look_up(suite, kinds[i], paths[i] + [rng.choice(lasts[i])], held_out, odd)
+
+
+def fails_first(task: dict) -> bool:
+    return any("failing_first" in step for step in task["solution"]["steps"])
+
+
+def good(task: dict, split: str, titles: Titles, split_of: dict, asked: set) -> bool:
+    """Short, new, and about pages of its own split alone; the answer must not stand in the question (but for comparisons)."""
+    given = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
+    told = not task["solution"].get("derive") and re.search(rf"(?<!\w){re.escape(given[0])}(?!\w)", task["question"])
+    return (len(task["question"]) <= 120 and len(given[0]) <= 24 and not told and task["question"] not in asked
+            and all(split_of[title] == split for title in titles.find(task_text(task))))
+
+
+def make_split(split, size, live, facts, split_of, titles, seed, asked) -> list[dict]:
+    """The tasks of a split, suites in turn. A third of the test is in held-out phrasings; where searches are natural, two of nine tasks fail at first."""
+    writer, rows = Writer(split, live, facts, split_of, seed), []
+    for i in range(size):
+        suite, turn = ("mhqa", "web", "math")[i % 3], i // 3
+        held_out, odd = split == "test" and turn % 3 == 0, suite != "math" and turn % 9 in (1, 3)
+        while True:
+            task = choose(writer, suite, held_out, odd)
+            if task and good(task, split, titles, split_of, asked) and (suite == "math" or fails_first(task) == odd):
+                break
+        asked.add(task["question"])
+        rows.append({"id": f"{split}-{suite}-{turn + 1:04}"} | task)
+    return rows
+
+
+def write(path: Path, text: str):
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, "utf8")
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", type=Path, default=HERE / "encyclopedia.jsonl", help="the encyclopedia")
+    parser.add_argument("--out", type=Path, default=HERE / "tasks", help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="another partition and other questions")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the usual number of tasks")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    # ---- facts and partition
+    live = Live(args.corpus)
+    facts = read_facts(list(live.pages.values()))
+    split_of = assign_splits(families(facts), facts, args.seed)
+    titles, asked = Titles(facts), set()
+
+    # ---- tasks
+    for split, size in SIZES.items():
+        rows = make_split(split, round(size * args.scale), live, facts, split_of, titles, args.seed, asked)
+        write(args.out / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{split}: {len(rows)} tasks, {len({e for row in rows for e in row['solution']['entities']})} pages on solution paths")
