@@ -40,9 +40,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from coa_format import (ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, observation, parse, turn_end)
+from coa_format import (ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, find_answer, find_calls, observation, parse)
 from model import InputError, KVCache
 
+JOIN_EVERY = 4  # rows join a batch of decoding rows only every so many steps, so that several are prefilled together
 END_REASONS = ("answered", "eos", "turn_cap", "token_cap", "deadline", "violation")
 
 
@@ -216,7 +217,8 @@ class Sampler:
         self._start(requests, stops, sampling, step, on_text)
         while self.waiting or self.used:
             self._cut_late()
-            self._join()
+            if not self.live or self.step % JOIN_EVERY == 0:
+                self._join()
             if self.live:
                 self._decode_live()
             if progress:
@@ -291,21 +293,23 @@ class Sampler:
         stop, beyond = self._completed(lane)
         turn = b"".join(map(self.table.__getitem__, self.ids[lane, run.turn_start:self.pos[lane]]))
         turn = turn[:len(turn) - len(beyond)].decode("utf-8", errors="replace")
-        end = turn_end(turn) if stop and run.session else None  # the language decides what the tag means where it stands
-        if stop and run.session and end is None:
+        call, answered = None, False
+        if stop and run.session:  # the language decides what the tag means where it stands
             block = parse(turn)[-1]
+            call = next((call for call in find_calls(turn)[-1:] if call.end == len(turn)), None)
+            answered = stop == b"</answer>" and find_answer(turn) is not None
             if block.problem == "unclosed" and block.tag in ("code", "answer"):
                 stop = b""  # as in print("</code>"): text of a program
         run.overshoots += bool(stop and beyond.strip())
         if newest in self.eos:
             self._finish(lane, "eos")
-        elif stop and (not run.session or end and end.tag == "answer"):
+        elif stop and (answered or not run.session):
             self._finish(lane, "answered")
         elif stop in (b"<observation>", b"</answer>"):  # only the environment observes; an answer that was never opened
             run.violations += 1
             self._finish(lane, "violation")
         elif stop:
-            self._call(lane, stop[2:-1].decode(), end, turn)
+            self._call(lane, stop[2:-1].decode(), call, turn)
         elif self.pos[lane] >= self.stop_at[lane]:
             self._finish(lane, "token_cap")
 
@@ -510,7 +514,6 @@ class Sampler:
         run, n = self.running[lane], int(self.pos[lane])
         if lane in self.parked:
             self.parked.remove(lane)
-            run.future.cancel()
         request, ids = run.request, self.ids[lane, :n].tolist() or list(run.request.prompt_ids)  # nothing was written: the prompt is too long
         text = b"".join(map(self.table.__getitem__, ids[len(request.prompt_ids):n - (reason == "eos")])).decode("utf-8", errors="replace")
         self.episodes[run.index] = Episode(
