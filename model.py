@@ -34,6 +34,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 ROPE_NEEDS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 BUCKET = 64     # a decode step attends to the longest row's length rounded up to this
 CHUNK = 1024    # positions whose logits exist at one time in token_logprobs
+SHARD_SIZE = "5GB"
 
 
 class InputError(ValueError):
@@ -474,10 +475,12 @@ def save_model(model: Transformer, tokenizer, path, state_dict: dict | None = No
     new = path / ".writing"
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    save_torch_state_dict(state, new, max_shard_size="5GB")
+    save_torch_state_dict(state, new, max_shard_size=SHARD_SIZE)
     generation = model.generation_config
     if tokenizer is not None:
         tokenizer.save_pretrained(new)
+        settings = new / "tokenizer_config.json"    # transformers 5 writes a class name that transformers 4 does not know
+        settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
         generation = generation or {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     if generation:
         (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
