@@ -255,8 +255,10 @@ def micro_batches(lengths, token_budget, world=1):
 
 
 def collate(rows, device):
-    """Rows (dicts of 1-D tensors, all of one row equally long) -> dict of (B, T) tensors on `device`, zeros on the right, and `lengths` (B,)."""
-    batch = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True).to(device) for key in rows[0]}
+    """Rows (dicts whose tensors are 1-D, those of one row equally long) -> their tensors as (B, T) on `device`, zeros on the right, and
+    `lengths` (B,)."""
+    keys = [key for key, value in rows[0].items() if torch.is_tensor(value)]
+    batch = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True).to(device) for key in keys}
     batch["lengths"] = torch.tensor([len(row["ids"]) for row in rows], device=device)
     return batch
 

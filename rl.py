@@ -273,7 +273,7 @@ ZERO_WEIGHT_ROW = {"ids": torch.zeros(2, dtype=torch.long), "loss_mask": torch.t
 
 
 def zero_weight_row(keys):
-    return {key: ZERO_WEIGHT_ROW[key] for key in keys}
+    return {key: ZERO_WEIGHT_ROW[key] for key in keys if key in ZERO_WEIGHT_ROW}
 
 
 @torch.no_grad()
@@ -292,7 +292,8 @@ FIGURES = ("ratio", "clipped_low", "clipped_high", "k3", "entropy", "gap")
 def policy_backward(model, rows, ranks, args):
     """Accumulate the gradient of one minibatch -> (loss, figures (6,): sums over this rank's tokens, largest gap). As sft.backward."""
     tokens = sum(int(row["loss_mask"][1:].sum()) for row in rows)
-    total, figures, widest = 0.0, torch.zeros(len(FIGURES), device=ranks.device), torch.zeros((), device=ranks.device)
+    total, widest = 0.0, torch.zeros((), device=ranks.device)
+    figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=ranks.device)
     for numbers in micro_batches([len(row["ids"]) for row in rows], args.micro_tokens, ranks.world)[ranks.rank]:
         batch = collate([rows[i] for i in numbers] or [zero_weight_row(rows[0])], ranks.device)
         logprobs, entropy = forward_logprobs(model, batch, args.temperature, entropy=True)      # (B, T-1) each
