@@ -20,8 +20,11 @@ says what to change, unless `allow_unsafe()` was called. Left out: cgroups (rare
 
     python sandbox.py                # which isolation this machine gives, one program as a test; exit code 1 and the remedy if none
 """
+import atexit
 import ctypes
 import errno
+import functools
+import gc
 import json
 import os
 import resource
@@ -97,8 +100,9 @@ FORBIDDEN = {
 LAST_KNOWN_CALL = 462                                     # newer calls than this file knows are answered "no such call"
 
 
-def forbid_system_calls():
-    """Loads the seccomp filter: what FORBIDDEN names, new namespaces by clone, and anonymous shared memory (which no limit would count) fail with EPERM."""
+@functools.cache
+def seccomp_filter() -> bytes:
+    """The filter's machine code: what FORBIDDEN names, new namespaces by clone, and anonymous shared memory (which no limit would count) fail with EPERM."""
     machine = os.uname().machine
     column, arch, clone, mmap = {"x86_64": (0, 0xC000003E, 56, 9), "aarch64": (1, 0xC00000B7, 220, 222)}[machine]
     load, equal, at_least, any_bit, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -112,8 +116,13 @@ def forbid_system_calls():
         program += [(equal, 0, 1, number), (give, 0, 0, refuse)]
     program += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 6, NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x80), (give, 0, 0, refuse),
                 (equal, 0, 4, mmap), (load, 0, 0, 16 + 24), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), (give, 0, 0, refuse), (give, 0, 0, allow)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    return b"".join(struct.pack("=HBBI", *line) for line in program)
+
+
+def forbid_system_calls():
+    """Loads the filter into this process, for ever and for all its children."""
+    code = ctypes.create_string_buffer(seccomp_filter())
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(seccomp_filter()) // 8, ctypes.addressof(code)))
     kernel("prctl", PR_SET_SECCOMP, 2, ctypes.addressof(header), 0, 0)
 
 
@@ -139,21 +148,22 @@ def give_up_privileges(limits: Limits, kind: str):
                         ("NPROC", limits.processes), ("CORE", 1), ("MEMLOCK", 0), ("MSGQUEUE", 0)]:    # CORE 1, not 0: also stops a core_pattern pipe
         if name == "NPROC" and kind == "unsafe":
             continue                                      # would count every process of this user
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name, 12), (value, value))                    # 12: RLIMIT_MSGQUEUE
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value + (name == "CPU")))
     kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if kind != "unsafe":
         kernel("capset", ctypes.create_string_buffer(struct.pack("=II", 0x20080522, 0)), ctypes.create_string_buffer(24))
         forbid_system_calls()
 
 
+@functools.cache
 def can_become(identity: int) -> bool:
+    """Whether this user namespace has a second user id, for programs."""
     with open("/proc/self/uid_map") as f:
         return any(int(first) <= identity < int(first) + int(count) for first, _, count in (line.split() for line in f))
 
 
 def run_program(code: bytes, folder: str) -> int:
     """Executes code as `__main__` in this process, as `python code.py` would; the exit code."""
-    import atexit
     import traceback
     import types
     path = folder + "/code.py"
@@ -234,8 +244,8 @@ def call_init(control: int, files: tuple, limits: Limits, kind: str):
         import shutil
         shutil.rmtree(folder, ignore_errors=True)
     exit_code = os.waitstatus_to_exitcode(status)
-    if stopped is None and exit_code == -signal.SIGKILL and cpu >= limits.cpu_seconds - 0.1:
-        stopped = "timeout"
+    if stopped is None and (exit_code == -signal.SIGXCPU or exit_code == -signal.SIGKILL and cpu > limits.cpu_seconds):
+        stopped = "timeout"                               # the kernel's own stop; SIGKILL only for programs that ignore SIGXCPU
     os.write(control, json.dumps({"exit": exit_code, "stopped": stopped}).encode())
     os._exit(0)
 
@@ -300,8 +310,10 @@ def serve(connection: socket.socket):
     here = os.open("/proc/self/ns/pid", os.O_RDONLY)
     build_root()
     socket.sethostname("sandbox")
-    for name in "bisect collections datetime decimal fractions functools heapq itertools math random re statistics string traceback typing".split():
+    for name in "atexit bisect collections datetime decimal fractions functools heapq itertools math random re statistics string traceback types typing".split():
         __import__(name)                                  # what programs import most: already there
+    seccomp_filter(), can_become(PROGRAM_ID)
+    gc.freeze()                                           # forks then share these pages for longer
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)         # inits are reaped by the kernel
     connection.send(b"ready")
     while True:
@@ -318,10 +330,15 @@ def serve(connection: socket.socket):
             os.close(fd)
 
 
+DEVICES = ("null", "full", "random", "urandom")          # no /dev/zero: shared mappings of it escape the memory limits
+DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2", "shm": "/tmp"}
+
+
 def system_paths() -> list:
     """What programs may read: the system, this Python, its virtual environment."""
     wanted = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
-    return wanted + [p for p in dict.fromkeys([sys.base_prefix, sys.prefix]) if not p.startswith("/usr")]
+    homes = [p for p in dict.fromkeys([sys.base_prefix, sys.prefix]) if not (p + "/").startswith("/usr/")]
+    return wanted + [f"{home}/{part}" for home in homes for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg")]
 
 
 def build_root():
@@ -337,9 +354,9 @@ def build_root():
             os.symlink(os.readlink("/old" + path), path)
         elif os.path.exists("/old" + path):
             bind("/old" + path, path)
-    for device in ("null", "full", "random", "urandom"):  # no /dev/zero: shared mappings of it escape the memory limits
+    for device in DEVICES:
         bind("/old/dev/" + device, "/dev/" + device, device=True)
-    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2"), ("shm", "/tmp")):
+    for name, target in DEVICE_LINKS.items():
         os.symlink(target, "/dev/" + name)
     os.mkdir("/proc")
     os.mkdir("/tmp")
@@ -369,14 +386,17 @@ def lock(path: str, flags: int, device: bool = False):
 
 slots = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
 start_lock = threading.Lock()
-state = {"kind": None, "reason": "", "server": None, "connection": None, "unsafe": False}
+state = {"kind": None, "reason": "", "server": None, "connection": None, "pid": 0, "unsafe": False}
 
 
-def start_server():
-    """Starts the server if it is not running. OSError with the kernel's reason when namespaces are not to be had."""
+def connect() -> socket.socket:
+    """The connection to the server, which is started if it does not run. OSError with the kernel's reason when namespaces are not to be had."""
     with start_lock:
+        if state["pid"] != os.getpid():                   # first call, or this process was forked from one that has a server
+            state.update(server=None, connection=None, pid=os.getpid())
+            atexit.register(stop_server)
         if state["server"] is not None and state["server"].poll() is None:
-            return
+            return state["connection"]
         stop_server()
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(ENVIRONMENT, **{k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"})
@@ -389,11 +409,11 @@ def start_server():
                 mine.send(b"go")
                 if mine.recv(64) == b"ready":
                     state.update(server=process, connection=mine)
-                    return
+                    return mine
         except OSError:
             pass                                          # the server is gone: its last words say why
         mine.close()
-        raise OSError(process.communicate()[1].decode(errors="replace").strip().splitlines()[-1:])
+        raise OSError(process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2] or "the server did not start")
 
 
 def write_id_maps(pid: int):
@@ -408,11 +428,16 @@ def write_id_maps(pid: int):
 
 
 def stop_server():
-    if state["connection"] is not None:
-        state["connection"].close()
-    if state["server"] is not None:
-        state["server"].wait()
-        state["server"].stderr.close()
+    """Ends this process's server and with it every call in progress."""
+    if state["server"] is None or state["pid"] != os.getpid():
+        return
+    try:
+        state["connection"].shutdown(socket.SHUT_RDWR)    # not only close: a forked child may hold a copy
+    except OSError:                                       # the server was dead already
+        pass
+    state["connection"].close()
+    state["server"].wait()
+    state["server"].stderr.close()
     state.update(server=None, connection=None)
 
 
@@ -420,15 +445,12 @@ def launch(kind: str, fds: list, limits: Limits):
     """Starts one call on its five descriptors (control, code, stdin, stdout, stderr); the process to wait for, or None when the server owns it."""
     request = json.dumps(asdict(limits))
     if kind == "namespaces":
-        for attempt in (1, 2):
-            start_server()
-            try:
-                socket.send_fds(state["connection"], [request.encode()], fds)
-                return None
-            except OSError:                               # the server died since the last call
-                if attempt == 2:
-                    raise
-                state["server"].wait()
+        try:
+            socket.send_fds(connect(), [request.encode()], fds)
+        except OSError:                                   # the server died since the last call, or is dying
+            time.sleep(0.1)
+            socket.send_fds(connect(), [request.encode()], fds)
+        return None
     own = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__), "--call", kind, request, *map(str, fds)]
     wrapper = bubblewrap(limits) if kind == "bubblewrap" else []
     return subprocess.Popen(wrapper + own, env=ENVIRONMENT, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -436,16 +458,23 @@ def launch(kind: str, fds: list, limits: Limits):
 
 
 def bubblewrap(limits: Limits) -> list:
-    """The bwrap command that gives one call the same surroundings. Root keeps the two capabilities with which the program becomes nobody."""
+    """The bwrap command that gives one call the same surroundings. Root's init keeps what it takes to make the program nobody, and to kill it."""
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1", "--new-session"]
-    command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
+    keep = [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", "CAP_" + name)]
+    command += ["--cap-drop", "ALL", *keep] if os.geteuid() == 0 else ["--unshare-user"]
     for path in system_paths():
+        for parent in reversed(path.split("/")[1:-1] and [path.rsplit("/", n)[0] for n in range(1, path.count("/"))]):
+            command += ["--perms", "0755", "--dir", parent]                # readable for nobody, wherever this Python lives
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             command += ["--ro-bind", path, path]
     own = os.path.abspath(__file__)
-    return command + ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp", "--ro-bind", own, own,
+    for device in DEVICES:
+        command += ["--dev-bind", "/dev/" + device, "/dev/" + device]
+    for name, target in DEVICE_LINKS.items():
+        command += ["--symlink", target, "/dev/" + name]
+    return command + ["--proc", "/proc", "--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp", "--ro-bind", own, own,
                       "--remount-ro", "/", "--hostname", "sandbox", "--chdir", "/tmp", "--"]
 
 
@@ -457,9 +486,12 @@ def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
         return Result("", remedy(), "refused", None, 0.0)
     with slots:
         started = time.monotonic()
-        report, stdout, stderr, flooded = run_once(kind, code, stdin, limits)
-        if report is None and not flooded:                # the server was killed: programs have no effects, so once more
+        try:
             report, stdout, stderr, flooded = run_once(kind, code, stdin, limits)
+            if report is None and not flooded:            # the server was killed: programs have no effects, so once more
+                report, stdout, stderr, flooded = run_once(kind, code, stdin, limits)
+        except OSError as error:                          # no process or descriptor to be had
+            report, stdout, stderr, flooded = None, "", f"sandbox: {error}\n", False
         seconds = time.monotonic() - started
     exit_code, stopped = (report["exit"], report["stopped"]) if report else (None, "lost")
     notes = {"timeout": f"stopped: longer than {limits.wall_seconds:g} s (CPU {limits.cpu_seconds:g} s)", "memory": f"stopped: more than {limits.memory_mb} MB of memory",
@@ -497,6 +529,7 @@ def run_once(kind: str, code: str, stdin: str, limits: Limits):
         os.close(out_read)
         os.close(err_read)
         if process is not None:
+            process.kill()                                # it has reported, or is stuck
             process.wait()
 
 
@@ -513,7 +546,8 @@ def sealed(text: str) -> int:
 
 
 def pump(control: socket.socket, out: int, err: int, limits: Limits):
-    """Reads output and report until all three ends are closed. The init keeps the time; this side's deadline only catches an init that cannot."""
+    """Reads until both outputs are closed and the report, which says that no process of the call is left, is there (or will never be). The init keeps the time;
+    this side's deadline only catches an init that cannot."""
     data = {out: bytearray(), err: bytearray(), control.fileno(): bytearray()}
     watch = select.poll()
     for fd in data:
@@ -526,7 +560,9 @@ def pump(control: socket.socket, out: int, err: int, limits: Limits):
                 break
         for fd, _ in watch.poll(1000):
             chunk = os.read(fd, 65536)
-            if not chunk:
+            if fd == control.fileno():
+                data[fd] += chunk
+            if not chunk or fd == control.fileno():
                 watch.unregister(fd)
                 left -= 1
             elif len(data[fd]) < limits.output_bytes:

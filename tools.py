@@ -299,8 +299,8 @@ class Code:
         if result.status == "ok":
             return "\n".join(["[EXECUTED]"] + blocks) if blocks else "[EXECUTED] exit status 0 (no output)"
         reason = {"timeout": "Time out. Check for an infinite loop or blocked input.\n", "memory": "MEMORY_LIMIT_EXCEEDED\n"}.get(result.status, "")
-        return "\n".join([f"[FAILED] exit status {result.exit_code}" if result.exit_code is not None else "[FAILED]", *blocks,
-                          f"[STDERR:BEGIN]\n{reason}{errors}\n[STDERR:END]"])
+        end = "" if result.exit_code is None else f" killed by signal {-result.exit_code}" if result.exit_code < 0 else f" exit status {result.exit_code}"
+        return "\n".join(["[FAILED]" + end, *blocks, *[f"[STDERR:BEGIN]\n{reason}{errors}\n[STDERR:END]"] * bool(reason + errors)])
 
 
 def cut(text: str, chars: int) -> str:
