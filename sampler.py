@@ -29,6 +29,7 @@ are of equal size: memory is known before the run starts), tensor parallelism, s
 What to expect: bench/bench_sampler.py.
 """
 import codecs
+import functools
 import hashlib
 import json
 import sys
@@ -92,8 +93,9 @@ class Running:
     """What the host knows about an episode that holds a row, beside the arrays."""
     index: int  # its place among the requests
     request: Request
-    session: object
+    session: object  # None: plain generation
     started: float
+    total: int  # cap on its ids
     turn: int = 1
     turn_start: int = 0  # position of the turn's first id
     future: Future | None = None  # the call it waits for
@@ -161,9 +163,33 @@ def may_complete(table, stops):
                          for stop in stops) for token in table], bool)
 
 
+def completed(text, newest, stops):
+    """The stop string that ends first within the last `newest` bytes of text, and where it ends; (b"", len(text)) if none does."""
+    ends = [(at + len(stop), stop) for stop in stops if (at := text.find(stop, max(0, len(text) - newest - len(stop) + 1))) >= 0]
+    end, stop = min(ends, default=(len(text), b""))
+    return stop, end
+
+
+@functools.cache
+def measured_peaks(device, dtype):
+    """(FLOP/s of a large matmul, bytes/s of a large copy) on this device, measured once, in about a quarter of a second."""
+    def best(work, operation):
+        seconds = []
+        for _ in range(4):
+            began = time.perf_counter()
+            operation()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        return work / min(seconds)
+    n, size = (1024, 1 << 24) if device.type == "cpu" else (8192, 1 << 28)
+    square, line = (torch.ones(shape, dtype=dtype, device=device) for shape in ((n, n), size))
+    return best(2 * n ** 3, lambda: square @ square), best(2 * line.nbytes, line.clone)
+
+
 def common_prefix(rows, ids):
-    """rows (n, >= T), ids (T,) -> (n,) how many leading ids each row has in common with ids."""
-    same = rows[:, :len(ids)] == ids[:rows.shape[1]]
+    """rows (n, T), ids (>= T,) -> (n,) how many leading ids each row has in common with ids."""
+    same = rows == ids[:rows.shape[1]]
     return np.where(same.all(1), same.shape[1], same.argmin(1)) if same.size else np.zeros(len(rows), np.int64)
 
 
@@ -183,6 +209,8 @@ class Sampler:
         self.device, self.dtype = weight.device, weight.dtype
         self.deterministic = self.device.type == "cpu" if deterministic is None else deterministic
         self.prefill_tokens = prefill_tokens or (2048 if self.device.type == "cpu" else 16384)  # ids of one prefill forward, padding included
+        embeddings = model.config.vocab_size * model.config.hidden_size * (1 if model.config.tie_word_embeddings else 2)
+        self.body = sum(p.numel() for p in model.parameters()) - embeddings  # weights that every token meets
         self.table = token_bytes(tokenizer, model.config.vocab_size)
         self.specials = list(tokenizer.all_special_tokens)
         ends = model.generation_config.get("eos_token_id") or []
@@ -216,9 +244,11 @@ class Sampler:
     def _run(self, requests, stops, sampling, step, on_text, progress):
         self._start(requests, stops, sampling, step, on_text)
         while self.waiting or self.used:
-            self._cut_late()
+            for lane in np.flatnonzero(self.deadline < time.monotonic()):
+                self._finish(lane, "deadline")
             if not self.live or self.step % JOIN_EVERY == 0:
-                self._join()
+                self._prefill([lane for lane in self._due() if self._observe(lane)])
+                self._prefill_new(self._admit())
             if self.live:
                 self._decode_live()
             if progress:
@@ -244,7 +274,6 @@ class Sampler:
         self.pos = np.zeros(self.rows, np.int64)     # ids written
         self.held = np.zeros(self.rows, np.int64)    # ids whose keys and values the row holds: pos - 1 where live
         self.stop_at = np.zeros(self.rows, np.int64)  # position at which a turn or the episode runs out
-        self.total = np.zeros(self.rows, np.int64)
         self.deadline = np.full(self.rows, np.inf)
         self.lane_of = np.arange(self.rows)  # row -> lane
         self.row_of = np.arange(self.rows)   # lane -> row
@@ -256,7 +285,7 @@ class Sampler:
         self.decoders = {}
         self.began = self.reported = time.monotonic()
         self.stats = {"sampled_tokens": 0, "prefill_tokens": 0, "padded_tokens": 0, "shared_tokens": 0, "decode_steps": 0, "prefills": 0,
-                      "tool_calls": 0, "tool_wait_seconds": 0.0, "ends": Counter(), "cache_bytes": self.cache.bytes}
+                      "tool_calls": 0, "tool_wait_seconds": 0.0, "flop": 0, "bytes_read": 0, "ends": Counter(), "cache_bytes": self.cache.bytes}
 
     # -----------------------------------------------------------------------------
     # one decode step
@@ -276,11 +305,10 @@ class Sampler:
         tokens, logprobs = out.cpu().numpy()  # the one host sync of the step
         tokens = tokens.astype(np.int64)
         self.ids[lanes, pos], self.source[lanes, pos], self.logprobs[lanes, pos] = tokens, SAMPLED, logprobs
+        self._count(lanes, np.ones(len(lanes), np.int64), sampled=True)
         self.pos[lanes] = pos + 1
         self.held[lanes] = pos
         self.step += 1
-        self.stats["decode_steps"] += 1
-        self.stats["sampled_tokens"] += len(lanes)
         if self.on_text:
             for lane, token in zip(lanes, tokens):
                 self._stream(lane, self.table[token], SAMPLED)
@@ -290,9 +318,9 @@ class Sampler:
     def _react(self, lane):
         """The newest id of this row may end its turn: a stop string, EOS, or a cap."""
         run, newest = self.running[lane], int(self.ids[lane, self.pos[lane] - 1])
-        stop, beyond = self._completed(lane)
-        turn = b"".join(map(self.table.__getitem__, self.ids[lane, run.turn_start:self.pos[lane]]))
-        turn = turn[:len(turn) - len(beyond)].decode("utf-8", errors="replace")
+        said = self._bytes(self.ids[lane, run.turn_start:self.pos[lane]])
+        stop, end = completed(said, len(self.table[newest]), self.run_stops)
+        turn = said[:end].decode("utf-8", errors="replace")
         call, answered = None, False
         if stop and run.session:  # the language decides what the tag means where it stands
             block = parse(turn)[-1]
@@ -300,7 +328,7 @@ class Sampler:
             answered = stop == b"</answer>" and find_answer(turn) is not None
             if block.problem == "unclosed" and block.tag in ("code", "answer"):
                 stop = b""  # as in print("</code>"): text of a program
-        run.overshoots += bool(stop and beyond.strip())
+        run.overshoots += bool(stop and said[end:].strip())
         if newest in self.eos:
             self._finish(lane, "eos")
         elif stop and (answered or not run.session):
@@ -313,21 +341,8 @@ class Sampler:
         elif self.pos[lane] >= self.stop_at[lane]:
             self._finish(lane, "token_cap")
 
-    def _completed(self, lane):
-        """(stop string, text beyond it) if the row's newest token completes one of this run's stop strings, else (b"", b"")."""
-        at, tail, start = self.pos[lane] - 1, b"", self.running[lane].turn_start
-        newest = self.table[self.ids[lane, at]]
-        longest = max(map(len, self.run_stops), default=0)
-        while at >= start and len(tail) < len(newest) + longest:  # a few tokens back, never into an observation
-            tail = self.table[self.ids[lane, at]] + tail
-            at -= 1
-        found = []
-        for stop in self.run_stops:
-            begin = tail.find(stop, max(0, len(tail) - len(newest) - len(stop) + 1))
-            if begin >= 0:
-                found.append((begin + len(stop), stop))
-        end, stop = min(found, default=(len(tail), b""))
-        return stop, tail[end:]
+    def _bytes(self, ids):
+        return b"".join(map(self.table.__getitem__, ids))
 
     def _stream(self, lane, text, source):
         decoder = self.decoders.setdefault(self.running[lane].index, codecs.getincrementaldecoder("utf-8")("replace"))
@@ -375,28 +390,23 @@ class Sampler:
         if self.force_answer and run.session and run.turn >= run.request.limits.turns:
             if not self._write(lane, encode_text("<answer>", self.tokenizer), ENVIRONMENT):
                 return False
-        self.stop_at[lane] = min(self.pos[lane] + run.request.limits.new_tokens, self.total[lane])
+        self.stop_at[lane] = min(self.pos[lane] + run.request.limits.new_tokens, run.total)
         return True
 
     def _write(self, lane, ids, source):
         """Append ids that were not sampled. False, and the episode ends, if they leave no room for another."""
         pos, end = self.pos[lane], self.pos[lane] + len(ids)
-        if end >= self.total[lane]:
+        if end >= self.running[lane].total:
             self._finish(lane, "token_cap")
             return False
         self.ids[lane, pos:end], self.source[lane, pos:end], self.logprobs[lane, pos:end] = ids, source, 0
         self.pos[lane] = end
         if self.on_text and source == ENVIRONMENT:
-            self._stream(lane, b"".join(map(self.table.__getitem__, ids)), source)
+            self._stream(lane, self._bytes(ids), source)
         return True
 
     # -----------------------------------------------------------------------------
     # who gets a row, and when
-
-    def _join(self):
-        """Rows whose observation is due and requests for which there is room: append, prefill, and they are live."""
-        self._prefill([lane for lane in self._due() if self._observe(lane)])
-        self._prefill_new(self._admit())
 
     def _due(self):
         """Parked lanes that return now, in the order of their calls."""
@@ -426,13 +436,12 @@ class Sampler:
         new = []
         while self.waiting and self.used < self.rows:
             index, request = self.waiting.popleft()
-            lane, row, prompt = self.lane_of[self.used], self.used, np.asarray(request.prompt_ids, np.int64)
+            lane, prompt, limits = self.lane_of[self.used], np.asarray(request.prompt_ids, np.int64), request.limits
             self.held[lane] = common_prefix(self.ids[[lane], :min(self.held[lane], len(prompt) - 1)], prompt)[0]
-            self.cache.set_length(row, int(self.held[lane]))
-            session = self.toolbox.session(request.question) if request.profile else None
-            self.running[lane] = Running(index, request, session, time.monotonic())
-            self.deadline[lane] = self.running[lane].started + request.limits.seconds
-            self.total[lane], self.pos[lane] = min(request.limits.total_tokens or self.max_len, self.max_len), 0
+            self.cache.set_length(self.used, int(self.held[lane]))
+            session, now = self.toolbox.session(request.question) if request.profile else None, time.monotonic()
+            self.running[lane] = Running(index, request, session, now, min(limits.total_tokens or self.max_len, self.max_len))
+            self.pos[lane], self.deadline[lane] = 0, now + limits.seconds
             self.used += 1
             if self._write(lane, prompt, PROMPT) and self._begin_turn(lane):
                 new.append(lane)
@@ -443,27 +452,26 @@ class Sampler:
     def _prefill_new(self, new):
         """Prefill new rows in waves: one that would repeat most of what another new row computes waits, and copies it then."""
         while new:
-            ready = [lane for lane in self.lane_of[:self.used] if lane not in new]
             wave, later = [], []
             for lane in new:
                 ids = self.ids[lane, :self.pos[lane] - 1]
-                got = np.minimum(common_prefix(self.ids[ready], ids), self.held[ready])
-                coming = common_prefix(self.ids[wave], ids).max(initial=0)
-                best = max(got.max(initial=0), self.held[lane])
-                if coming - best > (len(ids) - best) // 2:
+                common = common_prefix(self.ids[:, :len(ids)], ids)     # (lanes,)
+                have, coming = np.minimum(common, self.held), np.minimum(common, self.pos - 1)[wave].max(initial=0)
+                donor = have.argmax()
+                if coming - have[donor] > (len(ids) - have[donor]) // 2:
                     later.append(lane)
                     continue
-                if best > self.held[lane]:
-                    self.cache.copy_row(int(self.row_of[ready[got.argmax()]]), int(self.row_of[lane]), int(best))
-                    self.held[lane] = best
-                self.stats["shared_tokens"] += int(best)
+                if have[donor] > self.held[lane]:
+                    self.cache.copy_row(int(self.row_of[donor]), int(self.row_of[lane]), int(have[donor]))
+                    self.held[lane] = have[donor]
+                self.stats["shared_tokens"] += int(self.held[lane])
                 wave.append(lane)
             self._prefill(wave)
             new = later
 
     def _prefill(self, lanes):
         """Bring what these rows hold up to all but their newest id, in right-padded batches of like length, and make them live."""
-        need = self.pos[lanes] - 1 - self.held[lanes]
+        need = (self.pos - 1 - self.held)[lanes]
         lanes, need = [lanes[i] for i in need.argsort(kind="stable")], np.sort(need)
         for i, lane in enumerate(lanes):
             self._swap(self.row_of[lane], self.live + i)
@@ -484,56 +492,64 @@ class Sampler:
             batch[i, :n] = self.ids[lane, self.held[lane]:self.held[lane] + n]
         first = int(self.row_of[lanes[0]])
         self.model(torch.from_numpy(batch).to(self.device), cache=self.cache.view(first, first + len(lanes)), lengths=lengths.tolist())
+        self._count(lanes, lengths, sampled=False)
         self.held[lanes] += lengths
-        self.stats["prefills"] += 1
-        self.stats["prefill_tokens"] += int(lengths.sum())
         self.stats["padded_tokens"] += batch.size - int(lengths.sum())
 
     def _swap(self, i, j):
-        if i != j:
+        if i != j:  # once a call, not once a token: rows of the cache change places, lanes follow
             self.cache.swap_rows(int(i), int(j))
             self.lane_of[[i, j]] = self.lane_of[[j, i]]
             self.row_of[self.lane_of[[i, j]]] = i, j
 
-    def _move(self, src, dst):
-        """Row src goes to the freed row dst, whose own content is lost."""
-        if src != dst:
-            mover, freed = self.lane_of[[src, dst]]
-            self.cache.copy_row(int(src), int(dst), int(self.held[mover]))
-            self.lane_of[[src, dst]], self.row_of[[mover, freed]] = (freed, mover), (dst, src)
-            self.held[freed] = 0
-
-    def _cut_late(self):
-        now = time.monotonic()
-        if self.deadline.min() < now:
-            for lane in np.flatnonzero(self.deadline < now):
-                self._finish(lane, "deadline")
-
     def _finish(self, lane, reason):
         """Record the episode and close the gap that it leaves."""
         run, n = self.running[lane], int(self.pos[lane])
+        request, start = run.request, len(run.request.prompt_ids)
+        ids, source, logprobs = (array[lane, :n].tolist() for array in (self.ids, self.source, self.logprobs))
+        if n == 0:  # a prompt that does not fit was not written
+            ids, source, logprobs = list(request.prompt_ids), [PROMPT] * start, [0.0] * start
+        text = self._bytes(ids[start:n - (reason == "eos")]).decode("utf-8", errors="replace")
+        self.episodes[run.index] = Episode(ids, source, logprobs, reason, text, start, request.task_id, request.sample, run.turn,
+                                           run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started)
         if lane in self.parked:
             self.parked.remove(lane)
-        request, ids = run.request, self.ids[lane, :n].tolist() or list(run.request.prompt_ids)  # nothing was written: the prompt is too long
-        text = b"".join(map(self.table.__getitem__, ids[len(request.prompt_ids):n - (reason == "eos")])).decode("utf-8", errors="replace")
-        self.episodes[run.index] = Episode(
-            ids, self.source[lane, :n].tolist() or [PROMPT] * len(ids), self.logprobs[lane, :n].tolist() or [0.0] * len(ids), reason, text, len(request.prompt_ids), request.task_id,
-            request.sample, run.turn, run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started)
         self.stats["ends"][reason] += 1
         row = int(self.row_of[lane])
         if row < self.live:
             self.live -= 1
-            self._move(self.live, row)
+            self._swap(row, self.live)
             row = self.live
         self.used -= 1
-        self._move(self.used, row)
+        self._swap(row, self.used)
         self.running[lane], self.deadline[lane] = None, np.inf
 
+    # -----------------------------------------------------------------------------
+    # what it cost
+
+    def _count(self, lanes, new, sampled):
+        """Account for one forward that appends new (lanes,) ids: useful FLOP, and bytes that must be read at least."""
+        c, stats, seen = self.model.config, self.stats, self.held[lanes] + new
+        head = c.vocab_size * c.hidden_size
+        stats["flop"] += 2 * self.body * int(new.sum()) + 2 * head * len(lanes) * sampled
+        stats["flop"] += 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * float((new * (seen - new / 2)).sum())
+        stats["bytes_read"] += (self.body + head + 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * int(seen.sum())) * self.dtype.itemsize
+        stats["decode_steps" if sampled else "prefills"] += 1
+        stats["sampled_tokens" if sampled else "prefill_tokens"] += int(new.sum())
+
+    def limit_share(self):
+        """The last call's use of the device: its FLOP or its bytes, whichever takes the measured peak longer, over the seconds it took (0 to 1)."""
+        flops, bandwidth = measured_peaks(self.device, self.dtype)
+        return max(self.stats["flop"] / flops, self.stats["bytes_read"] / bandwidth) / max(self.stats["rollout_seconds"], 1e-9)
+
     def _report(self, last=False, show=True):
+        """Bring the rates of `stats` up to date; show: as one line on stderr, twice a second on a terminal and at the end everywhere."""
         now, stats = time.monotonic(), self.stats
         stats["rollout_seconds"] = now - self.began
-        if show and (last or (sys.stderr.isatty() and now > self.reported + 0.5)):
+        stats["tokens_per_second"] = stats["sampled_tokens"] / max(stats["rollout_seconds"], 1e-9)
+        if show and (last or sys.stderr.isatty() and now > self.reported + 0.5):
             self.reported = now
-            done = sum(stats["ends"].values())
-            print(f"\r{done}/{len(self.episodes)} episodes  {stats['sampled_tokens'] / (now - self.began):,.0f} tokens/s  live {self.live}  "
-                  f"parked {len(self.parked)}  tools {stats['tool_wait_seconds']:.1f} s waited", end="\n" if last else "", file=sys.stderr, flush=True)
+            tools = sum(tool["seconds"] for tool in self.toolbox.counters().values()) if self.toolbox else 0
+            print(f"\r{sum(stats['ends'].values())}/{len(self.episodes)} episodes | {stats['tokens_per_second']:,.0f} tokens/s | live {self.live} parked "
+                  f"{len(self.parked)} | tools {tools:.1f} s, waited {stats['tool_wait_seconds']:.1f} s | {self.limit_share():.0%} of the hardware's limit | "
+                  f"cache {stats['cache_bytes'] / 1e6:,.0f} MB", end="\n" if last else "", file=sys.stderr, flush=True)

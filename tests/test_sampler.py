@@ -44,6 +44,9 @@ class Box:
     def __init__(self, answer=lambda argument: f"About {argument}: the capital of Nepal is Kathmandu.", workers=64):
         self.tools, self.answer, self.pool = {"wiki_search": None}, answer, ThreadPoolExecutor(workers)
 
+    def counters(self):
+        return {"wiki_search": {"seconds": 0.0}}
+
     def session(self, question):
         return self
 
@@ -478,7 +481,7 @@ class Hostile:
     name, description = "wiki_search", "hostile"
 
     def run(self, argument, context):
-        kind = hash(argument) % 6
+        kind = sum(map(ord, argument)) % 6
         if kind == 0:
             raise ValueError("boom")
         if kind == 1:
