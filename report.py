@@ -243,28 +243,40 @@ def draw_curves(folder, stages):
 PAGE_BYTES = 18_000_000
 
 
-def page_row(row, run, longest):
-    """A row of traces.html. Texts longer than `longest` characters lose their middle."""
-    def short(text):
-        cut = len(text) - longest
-        return text if cut <= 0 else f"{text[:longest // 2]}\n[... {cut:,} characters, see traces.jsonl ...]\n{text[-(longest // 2):]}"
-    segments = [[s.tag or "", short(s.text), int(s.source == "model"), *([s.problem] if s.problem else [])] for s in parse(row["text"])]
-    return {"run": run, "id": row["id"], "suite": row["suite"], "sample": row["sample"], "question": short(row["question"]), "gold": row["gold"], "answer": short(row["answer"]),
-            "score": row["score"], "end": row["end_reason"], "violations": row["violations"], "turns": row["turns"], "tools": row["tools"],
-            **{key: row[name] for key, name in (("metric", "metric"), ("written", "tokens_written"), ("read", "tokens_read"), ("advantage", "advantage"), ("step", "step"))
-               if row.get(name) is not None}, "segments": segments}
+def page_row(row, run):
+    """A row of traces.html; segments are [tag, text, 1 if the model wrote it, problem if any]."""
+    optional = (("metric", "metric"), ("written", "tokens_written"), ("read", "tokens_read"), ("advantage", "advantage"), ("step", "step"))
+    return {"run": run, "id": row["id"], "suite": row["suite"], "sample": row["sample"], "question": shorten(row["question"], 2000), "gold": row["gold"],
+            "answer": shorten(row["answer"], 2000), "score": row["score"], "end": row["end_reason"], "violations": row["violations"], "turns": row["turns"],
+            "tools": row["tools"], **{key: row[name] for key, name in optional if row.get(name) is not None},
+            "segments": [[s.tag or "", s.text, int(s.source == "model"), *([s.problem] if s.problem else [])] for s in parse(row["text"])]}
+
+
+def shorten(text, longest):
+    """A text of more than `longest` characters without its middle."""
+    cut = len(text) - longest
+    return text if cut <= 0 else f"{text[:longest // 2]}\n[... {cut:,} characters, see traces.jsonl ...]\n{text[-(longest // 2):]}"
 
 
 def trace_page(runs):
-    """traces.html from {run: rows}: one file without any reference to another. Every "<" of the data is written as an escape, and the content
-    policy admits the page's own script alone, so that no text of a trace can become markup or run. Shortened to about 18 MB."""
+    """traces.html from {run: rows}: one file that refers to no other. Every "<" of the data is written as an escape, and the content policy
+    admits the page's own script alone, so that no text of a trace can become markup or run. What would exceed about 18 MB is cut:
+    first the middle of long texts, then questions, evenly."""
     total = sum(map(len, runs.values()))
-    for longest, keep in ((100_000, 1.0), (10_000, 1.0), (2_000, 1.0), (1_000, 1.0), (1_000, 0.3), (1_000, 0.1), (1_000, 0.01)):
-        rows = [page_row(row, i, longest) for i, run in enumerate(runs.values()) for part in list(by_question(run).values())[::round(1 / keep)] for row in part]
+    rows = [page_row(row, i) for i, run in enumerate(runs.values()) for part in by_question(run).values() for row in part]
+    for longest in (100_000, 30_000, 10_000, 3_000, 1_000, 300):
+        if sum(400 + sum(60 + min(len(segment[1]), longest) for segment in row["segments"]) for row in rows) <= PAGE_BYTES:
+            break
+    for row in rows:
+        for segment in row["segments"]:
+            segment[1] = shorten(segment[1], longest)
+    while True:
         data = {"runs": list(runs), "rows": rows, "notes": "" if len(rows) == total else f"{len(rows)} of {total} traces, the rest is in traces.jsonl"}
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         if len(text.encode()) <= PAGE_BYTES:
             break
+        places = {key: i for i, key in enumerate(dict.fromkeys((row["run"], row.get("step"), row["id"]) for row in rows))}
+        rows = [row for row in rows if places[row["run"], row.get("step"), row["id"]] % 2 == 0]      # a group stays whole
     page = (Path(__file__).parent / "traces_template.html").read_text(encoding="utf-8")
     script = page[page.rindex("<script>") + len("<script>"):page.rindex("</script>")]
     page = page.replace("__SCRIPT_HASH__", "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())

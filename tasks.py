@@ -446,14 +446,6 @@ def read_rows(path):
         raise InputError(f"{path}:{error.lineno if path.suffix == '.json' else number}: not JSON: {error.msg}") from None
 
 
-def texts(place, name, value):
-    """A text, number, or list of these, as str or list of str."""
-    items = value if isinstance(value, list) else [value]
-    if not items or not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
-        raise InputError(f"{place}: field '{name}': expected a text or a list of texts, got {str(value)[:60]!r}")
-    return [str(item) for item in items] if isinstance(value, list) else str(value)
-
-
 def decode(place, name, value):
     """JSON text -> value; anything but text is left as it is."""
     try:
@@ -462,83 +454,75 @@ def decode(place, name, value):
         raise InputError(f"{place}: field '{name}': expected JSON") from None
 
 
-def code_tests(place, gold, starter="", entry=None):
-    """The tests of a code row as {"scope", "cases"}, from any of the known layouts of its ground truth (dict); None when it holds none."""
+def code_tests(place, gold, entry=None):
+    """{"scope", "cases"} from any known layout of a program's ground truth (dict); None when it holds no tests. entry: name of the function to
+    call. AFM's LiveCodeBench rows name the hidden tests by a question_id and carry only the public ones."""
     cases, entry = [], gold.get("fn_name") or entry
     for given, wanted in (("stdin", "expected_output"), ("inputs", "outputs")):
-        if gold.get(given):
-            if len(gold[given]) != len(gold.get(wanted) or []):
-                raise InputError(f"{place}: field '{wanted}': expected one text for each of '{given}'")
-            for data, output in zip(gold[given], gold[wanted]):
-                cases.append(call_case(place, entry, data, output) if entry else {"stdin": data, "stdout": output})
+        if len(gold.get(given) or []) != len(gold.get(wanted) or []):
+            raise InputError(f"{place}: field '{wanted}': expected one for each of '{given}'")
+        for data, output in zip(gold.get(given) or [], gold.get(wanted) or []):
+            cases.append(call_case(place, entry, data, output) if entry else {"stdin": data, "stdout": output})
     for code in filter(None, (gold.get("functional"), gold.get("test_code"))):
-        check = f"\ncheck({gold['entry_point'].removeprefix('Solution().')})" if "entry_point" in gold and "def check(" in code else ""
-        cases.append({"assert": gold.get("import_prefix", "") + "\n" + code + check})
-    return {"scope": "public" if "question_id" in gold else "all", "cases": cases, "starter": starter} if cases else None
+        check = f"\ncheck({gold['entry_point']})" if "entry_point" in gold else ""
+        cases.append({"assert": f"{gold.get('import_prefix', '')}\n{code}{check}"})
+    return {"scope": "public" if "question_id" in gold else "all", "cases": cases} if cases else None
 
 
 def call_case(place, entry, data, output):
-    """A function call with its result, written as LiveCodeBench's text (a JSON value a line) or as plain lists, where APPS and AFM wrap
-    the result in a list of one more often than not."""
+    """A function call and its result: LiveCodeBench's text (a JSON value a line), or lists, where APPS and AFM mostly wrap the result in
+    a list of one (so both readings count)."""
     if isinstance(data, str):
         return {"call": entry, "args": [decode(place, "input", line) for line in data.split("\n") if line.strip()], "expected": decode(place, "output", output)}
     return {"call": entry, "args": data, "expected": output, "or": output[0] if isinstance(output, list) and len(output) == 1 else output}
 
 
-def verl_row(place, row):
-    """A row of AFM, verl or Search-R1: prompt as chat messages, the gold in reward_model.ground_truth (dict, JSON text, or plain text)."""
-    messages, gold, extra = row["prompt"], (row.get("reward_model") or {}).get("ground_truth"), row.get("extra_info") or {}
-    if not isinstance(messages, list) or [m.get("role") for m in messages] != ["user"]:
-        raise InputError(f"{place}: field 'prompt': expected a list with one user message")
-    content, source = messages[0]["content"], row.get("data_source") or "unknown"
-    if gold is None:
-        raise InputError(f"{place}: field 'reward_model.ground_truth': missing")
-    if isinstance(gold, str) and gold.lstrip().startswith(("{", "[")) and (gold.lstrip()[0] == "{" or "skywork" in source):
-        try:
-            gold = json.loads(gold)                                     # else it is LaTeX: \{1, 2\} does not start so, {1, 2} may
-        except json.JSONDecodeError:
-            pass
-    tests, answer, tools = None, gold, set(extra.get("tools_kwargs") or {})
-    if isinstance(gold, dict):
-        answer = gold.get("target")
-        if answer is None:
-            metadata = decode(place, "extra_info.metadata", extra.get("metadata") or "{}")
-            tests, answer = code_tests(place, gold, extra.get("starter_code", ""), metadata.get("func_name")), gold.get("question_id", "")
-            if tests is None:
-                raise InputError(f"{place}: field 'reward_model.ground_truth': expected target, or tests")
-    question = extra.get("question") or row.get("question") or re.split(r"\nTask:\s*|Question:\s*", content)[-1]
-    agent = "code" if tests else AGENT_OF.get(source.lower()) or next((a for a, t in (("web", "crawl_page"), ("mhqa", "wiki_search"), ("math", "code")) if t in tools), None)
-    number = extra.get("index", row.get("id"))
-    own_prompt = content if content.strip() != question.strip() else None
-    return {"id": None if number is None else f"{source}-{number}", "question": question.strip(), "answer": answer, "data_source": source, "agent": agent,
-            "prompt": own_prompt, "tests": tests, "meta": {k: v for k, v in extra.items() if k not in ("tools_kwargs", "need_tools_kwargs", "question", "answer")}}
+class PlainUnpickler(pickle.Unpickler):
+    """LiveCodeBench packs its hidden tests as base64(zlib(pickle(JSON text))). Only plain values may come out of such a file."""
 
-
-class TextUnpickler(pickle.Unpickler):
-    """LiveCodeBench packs its hidden tests as base64(zlib(pickle(JSON text))). Nothing but plain values may come out of it."""
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"{module}.{name} in a test file")
 
 
 def livecodebench_tests(place, row):
-    """Tests of a row in LiveCodeBench's own layout: public ones, and the hidden ones when the row has them."""
-    cases = decode(place, "public_test_cases", row["public_test_cases"])
-    hidden = row.get("private_test_cases")
-    if hidden:
+    """Tests of a row in LiveCodeBench's own layout: the public ones, and the hidden ones when the row has them."""
+    cases, hidden = decode(place, "public_test_cases", row["public_test_cases"]), row.get("private_test_cases") or "[]"
+    if not hidden.lstrip().startswith("["):
         try:
-            hidden = json.loads(hidden)
-        except json.JSONDecodeError:
-            hidden = json.loads(TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(hidden)))).load())
-    entry = decode(place, "metadata", row.get("metadata") or "{}").get("func_name")
-    gold = {"inputs": [case["input"] for case in cases + (hidden or [])], "outputs": [case["output"] for case in cases + (hidden or [])], "fn_name": entry}
-    return {**code_tests(place, gold, row.get("starter_code", "")), "scope": "all" if hidden else "public"}
+            hidden = PlainUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(hidden)))).load()
+        except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+            raise InputError(f"{place}: field 'private_test_cases': expected packed JSON ({error})") from None
+    hidden = decode(place, "private_test_cases", hidden)
+    gold = {"inputs": [case["input"] for case in cases + hidden], "outputs": [case["output"] for case in cases + hidden]}
+    return {**code_tests(place, gold, decode(place, "metadata", row.get("metadata") or "{}").get("func_name")), "scope": "all" if hidden else "public"}
 
 
 def codecontests_tests(place, row):
-    """Tests of a row in CodeContests' own layout: public, private and generated, each {"input": [...], "output": [...]}."""
-    parts = [row.get(key) or {} for key in ("public_tests", "private_tests", "generated_tests")]
-    gold = {"inputs": [x for part in parts for x in part.get("input", [])], "outputs": [x for part in parts for x in part.get("output", [])]}
-    return code_tests(place, gold)
+    """Tests of a row in CodeContests' own layout: three columns {"input": [...], "output": [...]}."""
+    parts = [row.get(f"{name}_tests") or {} for name in ("public", "private", "generated")]
+    return code_tests(place, {"inputs": [x for part in parts for x in part.get("input", [])], "outputs": [x for part in parts for x in part.get("output", [])]})
+
+
+def verl_row(place, row):
+    """A row of AFM, verl or Search-R1: the prompt as chat messages, the gold in reward_model.ground_truth as dict, JSON text or plain text."""
+    messages, gold, extra = row["prompt"], row["reward_model"].get("ground_truth"), row.get("extra_info") or {}
+    if not isinstance(messages, list) or [message.get("role") for message in messages] != ["user"]:
+        raise InputError(f"{place}: field 'prompt': expected a list with one user message")
+    content, source, tests = messages[0]["content"], row.get("data_source") or "unknown", None
+    if isinstance(gold, str) and re.match(r'\s*(\{\s*"|\[\s*")', gold):  # JSON; LaTeX never begins with a quote
+        gold = decode(place, "reward_model.ground_truth", gold)
+    if isinstance(gold, dict) and "target" not in gold:
+        tests = code_tests(place, gold, decode(place, "extra_info.metadata", extra.get("metadata") or "{}").get("func_name"))
+    if gold is None or isinstance(gold, dict) and "target" not in gold and tests is None:
+        raise InputError(f"{place}: field 'reward_model.ground_truth': expected a text, target, or tests")
+    tools = set(extra.get("tools_kwargs") or {})
+    by_tool = next((agent for tool, agent in (("crawl_page", "web"), ("wiki_search", "mhqa"), ("code", "math")) if tool in tools), None)
+    question = extra.get("question") or row.get("question") or re.split(r"(?:^|\n)(?:Task|Question):\s*", content, maxsplit=1)[-1]
+    index = extra.get("index", row.get("id"))
+    return {"id": None if index is None else f"{source}-{index}", "question": question.strip(), "data_source": source, "prompt": content, "tests": tests,
+            "answer": gold.get("target", gold.get("question_id", "")) if isinstance(gold, dict) else gold,
+            "agent": "code" if tests else AGENT_OF.get(source.lower(), by_tool),
+            "meta": {key: value for key, value in extra.items() if key not in ("tools_kwargs", "need_tools_kwargs", "question", "answer")}}
 
 
 def plain_row(place, row, stem):
@@ -546,17 +530,33 @@ def plain_row(place, row, stem):
     kind = next((name for name, columns in KINDS if columns <= row.keys()), None)
     if "canary" in row and "problem" in row:
         raise InputError(f"{place}: field 'problem': encrypted (BrowseComp); decrypt the file first")
-    question = next((name for name in QUESTION if name in row), "question")
-    answer = next((name for name in ANSWER if name in row), "answer")
-    tests = row.get("tests")
-    if kind in ("livecodebench", "codecontests"):
-        tests = (livecodebench_tests if kind == "livecodebench" else codecontests_tests)(place, row)
+    question, answer = (next((name for name in names if name in row), names[0]) for names in (QUESTION, ANSWER))
+    read_tests = {"livecodebench": livecodebench_tests, "codecontests": codecontests_tests}.get(kind)
+    tests = read_tests(place, row) if read_tests else row.get("tests")
+    text, starter = row.get(question), row.get("starter_code")
+    if kind == "livecodebench" and isinstance(text, str):
+        text += f"\n\nComplete this code:\n```py\n{starter}\n```" if starter else "\n\nRead from standard input and write to standard output."
     source = row.get("data_source") or kind or stem
-    agent = row.get("agent") or ("code" if tests else AGENT_OF.get(source.lower())) or ("math" if question in ("problem", "Problem") else None)
-    used = {question, answer, *FIELDS, "public_test_cases", "private_test_cases", "public_tests", "private_tests", "generated_tests", "solutions", "incorrect_solutions"}
-    return {"id": next((row[name] for name in ID if row.get(name) is not None), None), "question": row.get(question), "answer": row.get(answer, "" if tests else None),
-            "data_source": source, "agent": agent, "hops": row.get("hops", 0), "prompt": row.get("prompt"), "tests": tests,
-            "meta": {k: v for k, v in row.items() if k not in used}}
+    by_column = "code" if tests else "math" if question.lower() == "problem" else None
+    return {"id": next((row[name] for name in ID if row.get(name) is not None), None), "question": text, "answer": row.get(answer, "" if tests else None),
+            "data_source": source, "agent": row.get("agent") or AGENT_OF.get(source.lower(), by_column), "hops": row.get("hops", 0), "prompt": row.get("prompt"), "tests": tests,
+            "meta": {key: value for key, value in row.items() if key not in (*FIELDS, question, answer) and not key.endswith(("_tests", "_test_cases", "solutions"))}}
+
+
+def check_row(place, row, seen):
+    """InputError unless the fields of a Task (dict) hold what they should; numbers in the answer become text."""
+    def is_text(value):
+        return isinstance(value, str) and not re.search(r"[\ud800-\udfff]", value)
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    answers = [str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value for value in answers]
+    for name, right, expected in (("question", is_text(row["question"]) and row["question"].strip(), "a text"),
+                                  ("answer", answers and all(map(is_text, answers)), "a text or a list of texts"),
+                                  ("agent", row["agent"] in PROFILES, f"one of {', '.join(PROFILES)}"),
+                                  ("tests", row["tests"] is None or isinstance(row["tests"], dict) and row["tests"].get("cases"), '{"scope": ..., "cases": [...]}'),
+                                  ("id", row["id"] not in seen, f"another id than that of {seen.get(row['id'])}")):
+        if not right:
+            raise InputError(f"{place}: field '{name}': expected {expected}, got {str(row[name])[:60]!r}")
+    row["answer"] = answers if isinstance(row["answer"], list) else answers[0]
 
 
 def load_tasks(path, agent=None):
@@ -566,22 +566,16 @@ def load_tasks(path, agent=None):
     """
     tasks, seen = [], {}
     for file in [path] if isinstance(path, (str, Path)) else path:
-        stem = Path(file).stem
-        for i, (place, row) in enumerate(read_rows(file)):
+        rows, stem = read_rows(file), Path(file).stem
+        if not rows:
+            raise InputError(f"{file}: no tasks in this file")
+        for i, (place, row) in enumerate(rows):
             if not isinstance(row, dict):
                 raise InputError(f"{place}: expected an object with columns")
-            row = verl_row(place, row) if "reward_model" in row and "prompt" in row else plain_row(place, row, stem)
-            if not isinstance(row["question"], str) or not row["question"].strip():
-                raise InputError(f"{place}: field 'question': expected a text")
+            row = verl_row(place, row) if isinstance(row.get("reward_model"), dict) and "prompt" in row else plain_row(place, row, stem)
             row["id"] = f"{stem}-{i}" if row["id"] is None else str(row["id"])
-            row["answer"] = texts(place, "answer", row["answer"])
             row["agent"] = row["agent"] or agent or "mhqa"
-            if row["agent"] not in PROFILES:
-                raise InputError(f"{place}: field 'agent': expected one of {', '.join(PROFILES)}, got {row['agent']!r}")
-            if row["id"] in seen:
-                raise InputError(f"{place}: field 'id': {row['id']!r} stands already at {seen[row['id']]}")
+            check_row(place, row, seen)
             seen[row["id"]] = place
             tasks.append(Task(**row))
-        if not seen:
-            raise InputError(f"{file}: no tasks in this file")
     return tasks
