@@ -44,7 +44,7 @@ from tqdm import tqdm
 from coa_format import (PROFILES, Segment, check, code_blocks, double_check_score, encode_text, inert, observation, parse, prompt, prompt_ids,
                         render, reveal)
 from data.scripted import Scripted
-from llm import LLM
+from llm import LLM, LLMError
 from model import InputError, exit_on_input_error, load_model, load_tokenizer
 from parallel import add_common_arguments, from_rank_0, gather_lists, read_jsonl, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
@@ -147,7 +147,8 @@ class Teacher:
         self.mail = {name: [f"Question: {question}"] for name in self.tag_of}
         self.workers = [name for name, tag in self.tag_of.items() if tag in self.profile.tools]
         self.asked = self.workers[0]                                                   # who gets the floor back after a judgement
-        self.cleared, self.suggestion = "double_check" not in self.team, None
+        self.checked = "verifier" in self.tag_of and "answer" not in self.profile.follow["tool"].split()      # then an answer has to pass it first
+        self.cleared, self.suggestion = not self.checked, None
 
     def ask(self, name):
         """Give the agent its mail, get its reply, pass the reply on to the others -> Step without observation."""
@@ -174,7 +175,7 @@ class Teacher:
         readers = {step.agent, "reflector"} | ({"crawler"} if step.tag == "web_search" else set())
         for name in readers & set(self.mail):
             self.mail[name].append(f"Observation: {step.observation}")
-        self.cleared = "double_check" not in self.team
+        self.cleared = not self.checked
 
     def route(self, step):
         """Who acts next, decided from the message of the agent that has just acted; None ends the episode."""
@@ -549,7 +550,7 @@ def parse_arguments(argv=None):
     group.add_argument("--preset", choices=PRESETS, help="the paper's prompt form and room for this agent; options given beside it win")
     group.add_argument("--teacher", default="scripted", help="scripted, the URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
     group.add_argument("--teacher-model", default="", help="name of the model on the server")
-    group.add_argument("--samples", type=int, default=1, help="episodes a task (default %(default)s)")
+    group.add_argument("--samples", type=int, default=2, help="episodes a task (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="only the first that many tasks (default: all)")
     group.add_argument("--max-acts", type=int, default=24, help="acts of agents in an episode, or turns of a checkpoint (default %(default)s)")
     group.add_argument("--slots", type=int, default=64, help="episodes of a checkpoint decoded at the same time (default %(default)s)")
@@ -557,14 +558,14 @@ def parse_arguments(argv=None):
     group.add_argument("--temperature", type=float, default=1.0, help="of a server or checkpoint (default %(default)s)")
     group.add_argument("--max-reply-tokens", type=int, default=512, help="a reply of a server's model (default %(default)s)")
     group.add_argument("--workers", type=int, default=4, help="episodes at the same time with the scripted teacher or a server (default %(default)s)")
-    group.add_argument("--mistakes", type=float, default=0.3, help="scripted: share of episodes with a mistake (default %(default)s)")
-    group.add_argument("--reflect", type=float, default=0.6, help="scripted: share of episodes with a reflection that nothing called for (default %(default)s)")
+    group.add_argument("--mistakes", type=float, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
+    group.add_argument("--reflect", type=float, default=0.35, help="scripted: share of episodes with a reflection that nothing called for (default %(default)s)")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief for tiny models (default), full for real ones")
     group.add_argument("--no-replay", dest="replay", action="store_false", help="do not run every call a second time to compare (live web pages change)")
     group = parser.add_argument_group("filter")
     group.add_argument("--min-interactions", type=int, default=5, help="acts of agents and replies of tools (default %(default)s)")
     group.add_argument("--min-interactions-mhqa", type=int, default=4, help="the same for the mhqa profile (default %(default)s)")
-    group.add_argument("--plain-ratio", type=float, default=0.5, help="share of the episodes without reflection that stays (default %(default)s)")
+    group.add_argument("--plain-ratio", type=float, default=0.6, help="share of the episodes without reflection that stays (default %(default)s)")
     group.add_argument("--error-factor", type=int, default=2, help="how often a chain with a low first double_check stands in the result (default %(default)s)")
     group = parser.add_argument_group("other work")
     group.add_argument("--cost", action="store_true", help="report the tokens of the team and of the chains in --out (tokenizer: --model)")
@@ -616,7 +617,10 @@ if __name__ == "__main__":
     # -------------------------------------------------------------------------------------------------------------------------------
     # Episodes, shared out over the ranks; a file of finished ones for each rank
     jobs = [(task, sample) for task in tasks for sample in range(args.samples)]
-    traces = record(jobs, produce, out / "progress", ranks, workers, batch)
+    try:
+        traces = record(jobs, produce, out / "progress", ranks, workers, batch)
+    except LLMError as error:
+        raise SystemExit(f"error: {error}. What was done is kept: give the same command again to go on") from None
     if not ranks.is_main:
         teardown()
         raise SystemExit(0)

@@ -23,10 +23,12 @@ class Scripted:
     at the live observations: whether a search found the fact is read from its output. team: {tag: (agent, field, job)}.
     mistakes, reflect: probability of one error, and of a reflection that nothing called for."""
 
-    def __init__(self, task, team, seed=0, sample=0, mistakes=0.3, reflect=0.6):
+    def __init__(self, task, team, seed=0, sample=0, mistakes=0.22, reflect=0.35):
         if "solution" not in task.meta:
             raise InputError(f"task {task.id}: field 'solution': the scripted teacher needs the solution graph; use --teacher URL or DIR")
         self.task, self.solution, self.steps = task, task.meta["solution"], task.meta["solution"]["steps"]
+        self.items = [re.sub(r"^find (the )?", "", item) for item in self.solution["plan"]]
+        self.planned_from = 0                              # number of the item with which the plan in force begins
         self.rng = random.Random(f"{seed}|{task.id}|{sample}")
         self.team, self.tag_of = team, {name: tag for tag, (name, _, _) in team.items()}
         self.at, self.fact = 0, ""                         # the step that is due; the last fact that was found and not yet said
@@ -57,26 +59,27 @@ class Scripted:
         """Did the call of the step that is due bring its fact? Then the next step is due."""
         step, self.called = self.steps[self.at], False
         if re.search(rf"(?<![\w.,]){re.escape(str(step['finds']))}(?!\w|[.,]\d)", seen):
-            self.at, self.failed, self.fact = self.at + 1, None, step["fact"]
+            self.at, self.failed, self.slip = self.at + 1, None, None
+            self.fact = step["fact"] if step["wants"] != "page" else ""
         else:
             self.failed = self.slip or f"no {step['wants']} of {step['about']}"
 
     # The roles
 
     def plan(self, role, messages):
-        items = [re.sub(r"^find (the )?", "", item) for item in self.solution["plan"]]
-        again = self.failed or self.suggested
-        if again:
-            thought, items = self.pick("Try again.", "A new plan."), items[min(self.at, len(items) - 1):]
+        if self.failed or self.suggested:
+            self.planned_from = min(self.at, len(self.items) - 1)
+            thought, items = self.pick("Try again.", "A new plan."), self.items[self.planned_from:]
         else:
-            thought = self.pick(f"{COUNT[len(items)]} step{'s' * (len(items) > 1)}.", f"This takes {COUNT[len(items)].lower()} step{'s' * (len(items) > 1)}.")
+            items = self.items
+            thought = self.pick(f"{COUNT[len(items)]} step{'s' * (len(items) > 1)}.", f"I see {COUNT[len(items)].lower()} step{'s' * (len(items) > 1)}.")
         self.failed = None
         return f"Thought: {thought}\nPlan: {' '.join(f'{i}. {item}' for i, item in enumerate(items, 1))}\nTo: {self.agent_of(self.at)}"
 
     def work(self, role, messages):
         """A tool agent: say what was found, then call the tool, hand over, or answer."""
         if self.failed:
-            return f"Thought: {self.pick('This shows', 'I see')} {self.failed}.\nTo: reflector"
+            return f"Thought: {'The code is wrong.' if self.slip else self.pick('Not found.', 'It is not here.')}\nTo: reflector"
         if self.reflect_at is not None and self.at >= self.reflect_at:
             self.reflect_at = None
             return f"Thought: {self.say()}\nTo: reflector"
@@ -93,7 +96,8 @@ class Scripted:
         if not self.failed:
             return "Reflection: conflict: good; tools: good; progress: good"
         if self.slip:
-            reason, self.failed, self.slip = self.slip, None, None
+            reason, self.slip = self.slip, None
+            self.failed = None if PROFILES[self.task.agent].first == "plan" else reason        # code and math go on without a new plan
             return f"Reflection: conflict: poor, {reason}; tools: good; progress: fair"
         return f"Reflection: conflict: good; tools: poor, {self.failed}; progress: fair"
 
@@ -103,7 +107,7 @@ class Scripted:
             step, self.mistake = self.steps[self.at], (None, None)
             return f"Thought: The {step['wants']} of {step['about']} was not read.\nScore: score: {self.pick(1, 2, 2)}"
         self.confirmed = True
-        return f"Thought: {self.pick('I have read', 'The page says')} {self.steps[-1]['finds']}.\nScore: score: {self.pick(4, 4, 4, 3)}"
+        return f"Thought: {self.pick('It was read.', 'The page says so.')}\nScore: score: {self.pick(4, 4, 4, 3)}"
 
     def answer(self, messages):
         """Suggest or give the answer; over-confident: something that the last search happened to show."""
@@ -135,12 +139,13 @@ class Scripted:
         return self.team[self.steps[min(at, len(self.steps) - 1)]["tool"]][0]
 
     def need(self, step, wants):
-        if step["tool"] == "code":
-            return self.pick(f"Compute the {wants}.", f"Next: compute the {wants}.")
-        what = f"the {wants} {'with' if wants == 'element' else 'of'} {step['about']}"
+        """The next step in the words of the plan."""
         if step["tool"] == "crawl_page":
-            return self.pick(f"Open the page of {step['about']}.", f"Read {what}.")
-        return self.pick(f"First: {what}.", f"First I need {what}.") if self.at == 0 else self.pick(f"Next: {what}.", f"Next I need {what}.")
+            return self.pick("Open its page.", "Read its page.")
+        item = min(self.at, len(self.items) - 1)
+        number = item - self.planned_from + 1
+        what = f"{wants} of {step['about']}" if wants != step["wants"] else self.items[item]
+        return self.pick(f"Step {number}: {what}.", f"{'First' if number == 1 else 'Next'}: {what}.")
 
     def argument(self, step, kind, messages):
         """(argument, relation that the thought names): the right ones, or plausible wrong ones when the mistake is due."""
