@@ -122,24 +122,12 @@ class LLM:
     def _request(self, path: str, request: dict) -> dict:
         api_key = os.environ.get("COA_API_KEY") or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        for attempt in range(1, self.attempts + 1):
-            wait = min(60.0, self.backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
-            try:
-                reply = self.session.post(self.base_url + path, json=request, headers=headers, timeout=self.timeout, allow_redirects=False)
-                if reply.status_code == 200:
-                    return check_answer(reply.json())
-                problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
-                if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
-                    break                                 # our mistake: asking again cannot help
-                wait = max(wait, retry_after(reply.headers.get("Retry-After")))
-            except (requests.RequestException, ValueError) as error:      # ValueError: not JSON, or not an answer
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.attempts:
-                self._count(retries=1)
-                time.sleep(wait)
-        self._count(errors=1)
-        problem = problem.replace(api_key, "***") if api_key else problem
-        raise LLMError(f"{self.base_url}{path} ({self.model}): {problem}, after {attempt} attempt{'s' * (attempt > 1)}")
+        try:
+            return post_json(self.session, self.base_url + path, request, headers, check_answer, self.timeout, self.attempts, self.backoff,
+                             on_retry=lambda: self._count(retries=1))
+        except LLMError as error:
+            self._count(errors=1)
+            raise LLMError(f"{error} (model {self.model})") from None
 
     def _count(self, **amounts):
         with self.lock:
@@ -150,6 +138,31 @@ class LLM:
         self.session.close()
         if self.cache:
             self.cache.close()
+
+
+def post_json(session: requests.Session, url: str, body: dict, headers: dict, check, timeout: float, attempts: int, backoff: float,
+              deadline: float = float("inf"), on_retry=lambda: None):
+    """check(reply's JSON) of a POST, tried up to `attempts` times: after 408, 409, 425, 429, 5xx, a timeout, a lost connection or a reply that check (or the JSON
+    parser) refuses with ValueError. Waits backoff * 2^n seconds with jitter, or what the server asks, never past deadline (time.monotonic()). Raises LLMError."""
+    for attempt in range(1, attempts + 1):
+        wait = min(60.0, backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        try:
+            reply = session.post(url, json=body, headers=headers, timeout=max(0.05, min(timeout, deadline - time.monotonic())), allow_redirects=False)
+            if reply.status_code == 200:
+                return check(reply.json())
+            problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
+            if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
+                break                                     # our mistake: asking again cannot help
+            wait = max(wait, retry_after(reply.headers.get("Retry-After")))
+        except (requests.RequestException, ValueError) as error:          # ValueError: not JSON, or not an answer
+            problem = f"{type(error).__name__}: {error}"
+        if attempt == attempts or time.monotonic() + wait >= deadline:
+            break
+        on_retry()
+        time.sleep(wait)
+    for secret in filter(None, (value.removeprefix("Bearer ") for value in headers.values())):
+        problem = problem.replace(secret, "***")          # some servers echo the key
+    raise LLMError(f"{url}: {problem} (attempt {attempt} of {attempts})")
 
 
 def retry_after(value) -> float:

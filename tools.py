@@ -3,10 +3,9 @@
 A tool takes the text between its tags and returns the text of an observation: `tool.run(argument, context) -> str`. It never raises: an error is an observation
 (a `Failure`) that helps the model to try something else. The layouts are AFM's, because its checkpoints were trained on them.
 
-* wiki_search: passages. Embedded: SQLite FTS5 with BM25 over a corpus JSONL, an index built once and then read by any number of processes.
-  At scale: a Search-R1/AFM retriever server (POST /retrieve).
+* wiki_search: passages. Embedded: BM25 over a corpus JSONL (corpus.py). At scale: a Search-R1/AFM retriever server (POST /retrieve).
 * web_search: pages with URLs and snippets. Embedded: the same store; real: Serper (key in SERPER_API_KEY).
-* crawl_page: whole pages by URL, several separated by `|`. Embedded: the same store; with --web real HTTP, through the guards of `fetch`.
+* crawl_page: whole pages by URL, several separated by `|`. Embedded: the same store; with --web real HTTP (fetch.py).
 * code: Python in `sandbox.py`. visual_inspector: an image URL and a question for a vision model, through `llm.py`.
 * your own: any object with name, description and run; `register_tool` in coa_format.py adds the tag.
 
@@ -16,26 +15,26 @@ the last query and thought, which crawling with a summary uses. Left out: Jina, 
     python tools.py wiki_search "Nepal currency"          # one call, printed as the model would see it
 """
 import argparse
-import fcntl
-import gzip
-import hashlib
+import base64
 import heapq
 import json
 import os
 import queue
 import re
-import sqlite3
 import sys
 import threading
 import time
-import unicodedata
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+
+import requests
 
 import sandbox
 from coa_format import code_blocks
+from corpus import Store, split_passages
+from fetch import BLOCKED, PAGE_SECONDS, FetchError, Web, fetch, page_text
+from llm import LLM, Cache, LLMError, post_json
 from model import InputError, exit_on_input_error
 
 
@@ -50,171 +49,44 @@ class Context:
     last_query: str = ""
     last_thought: str = ""
     deadline: float = float("inf")
+    cached: bool = False                                  # set by the tool: the answer came from its cache
 
     def seconds_left(self, at_most: float) -> float:
         return max(0.05, min(at_most, self.deadline - time.monotonic()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
-# The embedded store: one SQLite file with pages, passages, and a full-text index over (title, passage).
-
-STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her him his how i if in into is it its
-    me my no not of on or our she so than that the their them then there these they this those to under up was we were what when where which who whom whose why will
-    with would you your""".split())
-COMMON = 0.1                                              # a word in more than this share of the passages says little and costs much
-
-
-class Store:
-    """A corpus, searchable. corpus: JSONL (or .gz) with rows {"id", "title", "url", "text"}, or Search-R1's {"id", "contents"} (first line: title).
-    Built on first use under index_dir as <stem>-<fingerprint>.sqlite, atomically; opened at once after that. Raises InputError for a bad row."""
-
-    def __init__(self, corpus, index_dir="runs/index"):
-        self.corpus = Path(corpus)
-        if not self.corpus.is_file():
-            raise InputError(f"{corpus}: no such corpus file (JSONL rows with id, title, url, text); build the built-in one with: python data/build.py")
-        self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            with open(self.path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)          # of several processes one builds
-                if not self.path.exists():
-                    build_index(self.corpus, self.path)
-        self.connections, self.lock, self.local = [], threading.Lock(), threading.local()
-        self.passages = self.db().execute("SELECT count(*) FROM passages").fetchone()[0]
-
-    def db(self) -> sqlite3.Connection:
-        """This thread's connection; read-only and immutable, so readers never wait for each other."""
-        if getattr(self.local, "db", None) is None:
-            self.local.db = sqlite3.connect(f"file:{self.path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
-            self.local.db.execute("PRAGMA mmap_size = 1073741824")
-            with self.lock:
-                self.connections.append(self.local.db)
-        return self.local.db
-
-    def match(self, query: str) -> str | None:
-        """An FTS5 expression from any text: its words, quoted, joined by OR, without the very common ones. None if no word is left. Query text is data: only
-        letters and digits survive, so no operator of FTS5 can."""
-        words = list(dict.fromkeys(re.findall(r"[^\W_]+", fold(query))))[:64]
-        rare = [w for w in words if w not in STOP_WORDS] or words
-        counts = {w: row[0] for w in rare if (row := self.db().execute("SELECT doc FROM words WHERE term = ?", (w,)).fetchone())}
-        telling = [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
-        return " OR ".join(f'"{w}"' for w in telling) or None
-
-    def search(self, query: str, topk: int) -> list:
-        """The best topk passages by BM25, a match in the title weighing ten times: [(title, url, passage, page id)]."""
-        match = self.match(query)
-        if match is None:
-            return []
-        return self.db().execute("""SELECT p.title, p.url, s.body, p.id FROM (SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? ORDER BY rank LIMIT ?) AS hit
-                                    JOIN passages AS s ON s.id = hit.rowid JOIN pages AS p ON p.id = s.page ORDER BY hit.rank, s.id""", (match, topk)).fetchall()
-
-    def page(self, url: str):
-        """(title, text) of the page at url, or None."""
-        row = self.db().execute("SELECT title, text FROM pages WHERE url_key = ?", (url_key(url),)).fetchone()
-        return row or None
-
-    def close(self):
-        with self.lock:
-            for db in self.connections:
-                db.close()
-            self.connections, self.local = [], threading.local()
-
-
-def fold(text: str) -> str:
-    """Lower case without accents, as FTS5's unicode61 tokenizer with remove_diacritics folds."""
-    return "".join(c for c in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(c))
-
-
-def content_hash(path: Path) -> str:
-    """A fingerprint of a file that costs milliseconds: its size and up to 64 samples of 64 KB (all of it below 4 MB), beyond that also its time of change."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    digest.update(repr((1, size, path.stat().st_mtime_ns if size > 1 << 22 else 0)).encode())      # 1: version of the index layout
-    with open(path, "rb") as f:
-        for i in range(64):
-            f.seek(i * max(1 << 16, size // 64))
-            digest.update(f.read(1 << 16))
-    return digest.hexdigest()[:12]
-
-
-def url_key(url: str) -> str:
-    """What two spellings of one address share: no scheme, no www., no fragment, no trailing slash."""
-    return re.sub(r"^(https?://)?(www\.)?", "", url.strip(), flags=re.I).split("#")[0].rstrip("/").casefold()
-
-
-def corpus_rows(corpus: Path):
-    """Yields (title, url, text, passages) for each row; InputError names file, line and field."""
-    with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rt", encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise InputError(f"{corpus}:{number}: expected one JSON object a line") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
-            text_field = "contents" if "contents" in row else "text"
-            for field in ("title", text_field) if text_field == "text" else (text_field,):
-                if not isinstance(row.get(field), str):
-                    raise InputError(f"{corpus}:{number}: field '{field}': expected a string, found {row.get(field)!r:.40}")
-            if text_field == "contents":
-                title, _, text = row["contents"].partition("\n")
-                passages = [text]
-            else:
-                title, text = row["title"], row["text"]
-                passages = split_passages(text)
-            yield title, row.get("url") or f"https://corpus.local/{row.get('id', number)}", text, passages
-
-
-def split_passages(text: str, words: int = 100) -> list:
-    """Paragraphs (blank line between), those of more than `words` words cut in pieces of that length."""
-    passages = []
-    for paragraph in filter(None, (p.strip() for p in text.split("\n\n"))):
-        tokens = paragraph.split(" ")
-        passages += [paragraph] if len(tokens) <= words * 1.5 else [" ".join(tokens[i:i + words]) for i in range(0, len(tokens), words)]
-    return passages or [text]
-
-
-def build_index(corpus: Path, path: Path):
-    """Writes the SQLite file: about 40,000 passages a second on one core."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    db = sqlite3.connect(temporary)
-    db.executescript("""PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA page_size = 8192;
-        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, url_key TEXT, text TEXT);
-        CREATE TABLE passages (id INTEGER PRIMARY KEY, page INTEGER, body TEXT);
-        CREATE VIRTUAL TABLE passage_index USING fts5(title, body, content='', tokenize="unicode61 remove_diacritics 2");
-        INSERT INTO passage_index(passage_index, rank) VALUES ('rank', 'bm25(10.0, 1.0)');
-        CREATE VIRTUAL TABLE words USING fts5vocab(passage_index, row);""")
-    try:
-        number = 0
-        for page, (title, url, text, passages) in enumerate(corpus_rows(corpus), 1):
-            db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", (page, title, url, url_key(url), text))
-            for body in passages:
-                number += 1
-                db.execute("INSERT INTO passages VALUES (?, ?, ?)", (number, page, body))
-                db.execute("INSERT INTO passage_index(rowid, title, body) VALUES (?, ?, ?)", (number, title, body))
-        db.execute("INSERT INTO passage_index(passage_index) VALUES ('optimize')")
-        db.execute("CREATE INDEX by_url ON pages (url_key)")
-        db.commit()
-        db.close()
-        os.replace(temporary, path)
-    finally:
-        db.close()
-        temporary.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------------------
 # Tools
 
 class WikiSearch:
-    """Passages for a query. store: the embedded corpus."""
+    """Passages for a query: from the embedded store, or, with url, from a Search-R1/AFM retriever (POST url {queries, topk, return_scores})."""
     name, description, guard = "wiki_search", "Search an encyclopedia with a short query; returns the best passages.", "search"
 
-    def __init__(self, store: Store, topk: int = 2):
-        self.store, self.topk = store, topk
+    def __init__(self, store: Store | None = None, topk: int = 2, url: str | None = None, attempts: int = 10, backoff: float = 0.5):
+        self.store, self.topk, self.url, self.attempts, self.backoff = store, topk, url, attempts, backoff
+        self.http = http_session() if url else None
 
     def run(self, argument: str, context: Context) -> str:
-        hits = [(title, body) for title, _, body, _ in self.store.search(argument, self.topk)]
-        return passages_text(hits, argument)
+        if self.store and not self.url:
+            return passages_text([(title, body) for title, _, body, _ in self.store.search(argument, self.topk)], argument)
+        try:
+            hits = post_json(self.http, self.url, {"queries": [argument], "topk": self.topk, "return_scores": True}, {}, retrieved, context.seconds_left(30.0),
+                             self.attempts, self.backoff, context.deadline)
+        except LLMError as error:
+            return Failure(f"Search error: {error}. Try again or use another query.")
+        return passages_text(hits[:self.topk], argument)
+
+    def close(self):
+        close_all(self.store, self.http)
+
+
+def retrieved(reply) -> list:
+    """[(title, body)] of a /retrieve reply: result[0] holds {"document": {"contents"}, "score"} or the bare documents. ValueError if it is something else."""
+    try:
+        documents = [hit.get("document", hit) for hit in reply["result"][0]]
+        return [(title, body) for title, _, body in (document["contents"].partition("\n") for document in documents)]
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ValueError(f"unexpected reply {str(reply)[:100]}") from None
 
 
 def passages_text(hits: list, query: str) -> str:
@@ -224,59 +96,176 @@ def passages_text(hits: list, query: str) -> str:
     return "\n\n".join(f"Doc {i} (Title: {title})\n{body}" for i, (title, body) in enumerate(hits, 1)).strip()
 
 
+SERPER = "https://google.serper.dev/search"
+
+
 class WebSearch:
-    """Pages with URL and snippet for a query, in the layout of Serper results."""
+    """Pages with URL and snippet for a query: from the embedded store, or, with url, from Serper or a server that speaks like it; replies are cached."""
     name, description, guard = "web_search", "Search the web with a query; returns titles, URLs and snippets.", "search"
 
-    def __init__(self, store: Store, topk: int = 3, snippet: int = 300):
-        self.store, self.topk, self.snippet = store, topk, snippet
+    def __init__(self, store: Store | None = None, topk: int = 3, url: str | None = None, cache: Cache | None = None, blocked: tuple = BLOCKED, snippet: int = 300):
+        self.store, self.topk, self.url, self.cache, self.snippet = store, topk, url, cache, snippet
+        self.web, self.http = Web(blocked), http_session() if url else None
 
     def run(self, argument: str, context: Context) -> str:
-        pages = {}
-        for title, url, _, page in self.store.search(argument, 8 * self.topk):
-            pages.setdefault(page, (title, url))
-        hits = [dict(title=title, link=url, snippet=split_passages(self.store.page(url)[1])[0][:self.snippet]) for title, url in list(pages.values())[:self.topk]]
-        return web_results_text(hits, argument)
+        if self.store and not self.url:
+            pages = {}
+            for title, url, _, page in self.store.search(argument, 8 * self.topk):
+                pages.setdefault(page, dict(title=title, link=url, snippet=split_passages(self.store.page(url)[1])[0][:self.snippet]))
+            return web_results_text(list(pages.values())[:self.topk], argument)
+        request = {"url": self.url, "q": argument, "num": self.topk}
+        hits = self.cache.get(request) if self.cache else None
+        context.cached = hits is not None
+        if hits is None:
+            key = os.environ.get("SERPER_API_KEY") or os.environ.get("WEB_SEARCH_SERPER_API_KEY")
+            try:
+                hits = post_json(self.http, self.url, {"q": argument, "num": self.topk}, {"X-API-KEY": key} if key else {}, organic, context.seconds_left(20.0), 4, 0.5,
+                                 context.deadline)
+            except LLMError as error:
+                return Failure(f"Search error: {error}. Try again or use another query.")
+            if self.cache:
+                self.cache.put(request, hits)
+        return web_results_text([hit for hit in hits if self.permitted(hit.get("link", ""))][:self.topk], argument)
+
+    def permitted(self, url: str) -> bool:
+        try:
+            return bool(self.web.check(url))
+        except FetchError:
+            return False
+
+    def close(self):
+        close_all(self.store, self.http, self.cache)
+
+
+def organic(reply) -> list:
+    """The hits of a Serper reply; ValueError if it is something else."""
+    hits = reply.get("organic", []) if isinstance(reply, dict) else None
+    if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+        raise ValueError(f"unexpected reply {str(reply)[:100]}")
+    return hits
 
 
 def web_results_text(hits: list, query: str) -> str:
     """AFM's layout of Serper's `organic` list."""
     if not hits:
-        return f"No results found for '{query}'. Try with a more general query."
+        return f"No results found for '{query}'. Try a less specific query."
     parts = []
     for i, hit in enumerate(hits, 1):
         lines = [f"{i}. [{hit.get('title', '')}]({hit.get('link', '')})"]
         lines += [f"{label}: {hit[key]}" for label, key in (("Date published", "date"), ("Source", "source")) if hit.get(key)]
-        parts.append("\n".join([*lines, hit.get("link", ""), hit.get("snippet", "")]).strip())
+        parts.append("\n".join([*lines, hit.get("link", ""), hit.get("snippet", "").replace("Your browser can't play this video.", "")]).strip())
     return f"Found {len(hits)} results:\n\n## Web Results\n" + "\n\n".join(parts)
 
 
+EXTRACT = """From the web page below, write down everything that helps with this goal, as short points: facts for the query, clues, and links worth opening (with \
+their address). Add nothing of your own. If nothing helps, say so.
+Question: {question}
+Query: {query}
+Thought: {thought}
+Page {url}:
+{text}"""
+
+
 class CrawlPage:
-    """The text of pages by URL, several separated by `|`."""
+    """The text of pages by URL, several separated by `|` and read at once: from the embedded store, and with web from the real one. page_chars: length of one
+    page; with llm a page is first condensed to what serves the last query and thought, as AFM's crawl server does."""
     name, description, guard = "crawl_page", "Read web pages by URL; several URLs are separated by |.", "crawl"
 
-    def __init__(self, store: Store, page_chars: int = 4000):
-        self.store, self.page_chars = store, page_chars
+    def __init__(self, store: Store | None = None, web: Web | None = None, llm: LLM | None = None, cache: Cache | None = None, page_chars: int = 4000, most: int = 8):
+        self.store, self.web, self.llm, self.cache, self.page_chars, self.most = store, web, llm, cache, page_chars, most
 
     def run(self, argument: str, context: Context) -> str:
         urls = clean_urls(argument)
         if not urls:
             return Failure("No valid URL in the call. Write full URLs, several separated by |.")
-        return "\n\n".join(f"Page {i} [{url}]{self.read(url)}" for i, url in enumerate(urls, 1))
+        pages, urls = [], urls[:self.most]
+        with ThreadPoolExecutor(len(urls)) if self.web or self.llm else nullcontext() as pool:
+            for number, (url, text) in enumerate(zip(urls, (pool.map if pool else map)(lambda url: self.read(url, context), urls)), 1):
+                pages.append(type(text)(f"Page {number} [{url}]{text}"))
+        return (Failure if all(isinstance(page, Failure) for page in pages) else str)("\n\n".join(pages))
 
-    def read(self, url: str) -> str:
-        page = self.store.page(url)
-        return ": not found. Use a URL from the search results." if page is None else f" {page[0]}\n{page[1][:self.page_chars]}"
+    def read(self, url: str, context: Context) -> str:
+        """What follows the URL in the observation; a Failure begins with a colon."""
+        found = self.store.page(url) if self.store else None
+        title, text, links = (*found, []) if found else ("", "", [])
+        if found is None:
+            if self.web is None:
+                return Failure(": not found. Use a URL from the search results.")
+            try:
+                title, text, links = self.download(url, context)
+            except FetchError as error:
+                return Failure(f": {error}.")
+        if self.llm:
+            text = f"{title}\n{text[:40_000]}\n" + "\n".join(f"[{name}]({link})" for name, link in links[:100])
+            try:
+                return " Summary:\n" + self.llm.chat([{"role": "user", "content": EXTRACT.format(question=context.question, query=context.last_query or "(none)",
+                                                       thought=context.last_thought or "(none)", url=url, text=text)}], temperature=0.0, max_tokens=1000)
+            except LLMError as error:
+                return Failure(f": could not be summarised ({error}).")
+        cut_text = text[:self.page_chars] + "..." * (len(text) > self.page_chars)
+        return f" {title}\n{cut_text}" + "".join(f"\n[{name}]({link})" for name, link in links[:10])
+
+    def download(self, url: str, context: Context):
+        key = {"crawl": url}
+        page = self.cache.get(key) if self.cache else None
+        context.cached = page is not None
+        if page is None:
+            page = page_text(*fetch(url, self.web, min(context.deadline - 0.5, time.monotonic() + PAGE_SECONDS)), url)
+            if self.cache:
+                self.cache.put(key, page)
+        return page
+
+    def close(self):
+        close_all(self.store, self.llm, self.cache)
 
 
 def clean_urls(argument: str) -> list:
     """URLs from AFM's argument: each part a plain URL, a markdown link, or text around one; others are dropped, repeats too."""
     urls = []
     for part in argument.split("|"):
-        link = re.search(r"\]\(\s*(https?://[^\s)]+)", part) or re.search(r"(https?://[^\s\])>\"']+)", part)
+        link = re.search(r"\]\(\s*(https?://[^\s)]+)", part, re.I) or re.search(r"(https?://[^\s\])>\"']+)", part, re.I)
         if link:
             urls.append(link.group(1))
     return list(dict.fromkeys(urls))
+
+
+class VisualInspector:
+    """A question about an image by URL, answered by a vision model. The image is fetched here, under the same rules as pages, and sent along."""
+    name, description, guard = "visual_inspector", 'Look at an image: a json fence with "file_path" (its URL) and "question".', None
+
+    def __init__(self, llm: LLM, web: Web, max_bytes: int = 10_000_000):
+        self.llm, self.web, self.max_bytes = llm, web, max_bytes
+
+    def run(self, argument: str, context: Context) -> str:
+        try:
+            request = json.loads(re.sub(r"^```\w*\s*|\s*```$", "", argument.strip()))
+            url, question = request["file_path"].strip(), request.get("question") or "Describe the image in detail."
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return Failure('Write the call as a json fence: {"file_path": "https://...", "question": "..."}.')
+        try:
+            image, kind, _ = fetch(url, self.web, min(context.deadline - 0.5, time.monotonic() + PAGE_SECONDS), re.compile("image/"), self.max_bytes + 1)
+            if len(image) > self.max_bytes:
+                raise FetchError(f"the image is larger than {self.max_bytes} bytes")
+            content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(image).decode()}"}}]
+            return self.llm.chat([{"role": "user", "content": content}], max_tokens=1000, top_p=0.1)
+        except (FetchError, LLMError) as error:
+            return Failure(f"The image cannot be inspected: {error}.")
+
+    def close(self):
+        self.llm.close()
+
+
+def http_session() -> requests.Session:
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=64))
+    return session
+
+
+def close_all(*things):
+    for thing in things:
+        if thing is not None:
+            thing.close()
 
 
 class Code:
@@ -316,18 +305,16 @@ COUNTS = ("calls", "errors", "timeouts", "cache_hits", "repeats", "seconds")
 
 class ToolBox:
     """Runs calls of many episodes on `workers` threads, each within timeout seconds; output longer than output_chars is cut with a notice. unavailable: every
-    call is answered "tool unavailable" (--no-tools). A call that overstays is answered for it, its thread abandoned and replaced."""
+    call is answered "tool unavailable" (--no-tools). A call that overstays is answered for it; its thread is given up and replaced."""
 
-    def __init__(self, tools, timeout: float = 30.0, workers: int = 16, output_chars: int = 20_000, unavailable: bool = False):
+    def __init__(self, tools, timeout: float = 30.0, workers: int = 32, output_chars: int = 20_000, unavailable: bool = False):
         self.tools = {tool.name: tool for tool in tools}
-        self.timeout, self.output_chars, self.unavailable = timeout, output_chars, unavailable
-        self.counts = {name: dict.fromkeys(COUNTS, 0) for name in self.tools}
-        self.lock, self.jobs, self.threads, self.closed = threading.Lock(), queue.SimpleQueue(), set(), False
-        self.running, self.changed = [], threading.Condition()                        # heap of (deadline, number, job) for the watcher
-        self.number = 0
-        for _ in range(workers):
-            self._start(self._work)
-        self._start(self._watch)
+        self.timeout, self.output_chars, self.unavailable, self.closed = timeout, output_chars, unavailable, False
+        self.counts = {name: dict(calls=0, errors=0, timeouts=0, cache_hits=0, repeats=0, seconds=0.0) for name in self.tools}
+        self.lock, self.changed = threading.Lock(), threading.Condition()
+        self.jobs, self.running, self.threads = queue.SimpleQueue(), [], set()        # running: heap of (deadline, id, job) for the watcher
+        for target in [self._watch] + [self._work] * workers:
+            self._start(target)
 
     def session(self, question: str) -> "Session":
         return Session(self, question)
@@ -335,80 +322,80 @@ class ToolBox:
     def counters(self) -> dict:
         """{tool: {calls, errors, timeouts, cache_hits, repeats, seconds}} since the start."""
         with self.lock:
-            return {name: dict(counts, cache_hits=counts["cache_hits"] + getattr(self.tools[name], "cache_hits", 0)) for name, counts in self.counts.items()}
+            return {name: dict(counts) for name, counts in self.counts.items()}
 
     def count(self, name: str, **amounts):
         with self.lock:
             for key, amount in amounts.items():
                 self.counts[name][key] += amount
 
+    def submit(self, tool, argument: str, context: Context) -> Future:
+        if self.closed:
+            raise RuntimeError("the tool box is closed")
+        job = Job(tool, argument, context, Future())
+        job.future.set_running_or_notify_cancel()         # cannot be cancelled from here on
+        self.jobs.put(job)
+        return job.future
+
     def _start(self, target):
-        thread = threading.Thread(target=target, daemon=True, name=f"toolbox-{target.__name__}")
+        thread = threading.Thread(target=target, daemon=True, name="toolbox")
         with self.lock:
             self.threads.add(thread)
         thread.start()
 
-    def _submit(self, tool, argument: str, context: Context) -> "Job":
-        if self.closed:
-            raise RuntimeError("the tool box is closed")
-        job = Job(tool, argument, context, Future())
-        self.jobs.put(job)
-        return job
-
     def _work(self):
         while (job := self.jobs.get()) is not None:
-            started = time.monotonic()
-            job.context.deadline = started + self.timeout
+            job.context.deadline = time.monotonic() + self.timeout
             with self.changed:
-                self.number += 1
-                heapq.heappush(self.running, (job.context.deadline, self.number, job))
+                heapq.heappush(self.running, (job.context.deadline, id(job), job))
                 self.changed.notify()
             try:
                 text = job.tool.run(job.argument, job.context)
-            except Exception as error:                    # a user's own tool may raise anything: one call must not end a run of hours
+            except Exception as error:                    # a user's own tool may raise anything, and one call must not end a run of hours
                 print(f"tool {job.tool.name} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 text = Failure(f"The tool failed: {type(error).__name__}.")
-            if not self._finish(job, text, started):
-                break                                     # it overstayed: the watcher has answered and started another thread
-        with self.lock:
-            self.threads.discard(threading.current_thread())
+            if not self._finish(job, text):
+                return                                    # overstayed: answered by the watcher, who has also started another thread
 
-    def _finish(self, job: "Job", text: str, started: float, timeouts: int = 0) -> bool:
+    def _finish(self, job: "Job", text: str, timeouts: int = 0) -> bool:
+        """Answers the job unless the other side (worker or watcher) has."""
         with self.lock:
             if job.done:
                 return False
             job.done = True
-        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not timeouts), timeouts=timeouts, seconds=time.monotonic() - started)
+        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not timeouts), timeouts=timeouts, cache_hits=int(job.context.cached),
+                   seconds=time.monotonic() - job.context.deadline + self.timeout)
         job.future.set_result(type(text)(cut(text, self.output_chars)))
         return True
 
     def _watch(self):
-        """Answers calls whose deadline has passed; one second of grace, so that a tool's own word about its time comes first."""
+        """Answers calls that are a second past their deadline: a tool's own word about its time should come first."""
         while True:
             with self.changed:
                 while self.running and self.running[0][2].done:
                     heapq.heappop(self.running)
                 if self.closed and not self.running:
                     return
-                wait = self.running[0][0] + 1.0 - time.monotonic() if self.running else None
-                if wait is None or wait > 0:
-                    self.changed.wait(min(wait, 1.0) if wait is not None else None)
+                wait = self.running[0][0] + 1.0 - time.monotonic() if self.running else 1.0
+                if wait > 0:
+                    self.changed.wait(min(wait, 1.0))
                     continue
-                _, _, job = heapq.heappop(self.running)
-            if self._finish(job, Failure(f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."), job.context.deadline - self.timeout, timeouts=1):
+                job = heapq.heappop(self.running)[2]
+            if self._finish(job, Failure(f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."), timeouts=1):
                 self._start(self._work)
 
     def close(self):
-        """Waits for calls in progress (at most their deadline), ends the threads, closes the tools' stores."""
+        """Lets queued and running calls end, each by its deadline, then ends the threads and closes the tools."""
         if self.closed:
             return
         self.closed = True
-        with self.lock:
-            workers = [t for t in self.threads if t.name.endswith("_work")]
-        for _ in range(len(workers) + 1):
+        for _ in range(len(self.threads)):
             self.jobs.put(None)
         with self.changed:
             self.changed.notify()
+        overstayed = time.monotonic() + self.timeout + 2.0
+        for thread in list(self.threads):
+            thread.join(max(0.0, overstayed - time.monotonic()))
         for tool in self.tools.values():
             getattr(tool, "close", lambda: None)()
 
@@ -455,9 +442,9 @@ class Session:
         self.seen.add(key)
         if key[0] == "search":
             self.last_query = argument
-        job = box._submit(tool, argument, Context(self.question, self.last_query, self.last_thought))
-        job.future.add_done_callback(lambda future: self.seen.discard(key) if isinstance(future.result(), Failure) else None)
-        return job.future
+        future = box.submit(tool, argument, Context(self.question, self.last_query, self.last_thought))
+        future.add_done_callback(lambda done: self.seen.discard(key) if isinstance(done.result(), Failure) else None)
+        return future
 
     def run(self, name: str, argument: str, thought: str = "") -> str:
         return self.submit(name, argument, thought).result()
@@ -472,21 +459,46 @@ def answered(text: str) -> Future:
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Options that all scripts share
 
+AFM_LIMITS = {"topk": 3, "web_topk": 10, "page_chars": 20_000, "code_memory_mb": 5000}      # for the presets of the scripts: what AFM's tools use
+
+
 def add_tool_arguments(parser: argparse.ArgumentParser):
-    group = parser.add_argument_group("tools")
-    group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages for wiki_search, web_search and crawl_page")
+    group = parser.add_argument_group("tools (keys come from the environment: SERPER_API_KEY, COA_API_KEY or OPENAI_API_KEY)")
+    group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages behind wiki_search, web_search and crawl_page")
     group.add_argument("--topk", type=int, default=2, help="passages a wiki_search returns (AFM: 3)")
     group.add_argument("--web-topk", type=int, default=3, help="hits a web_search returns (AFM: 10)")
+    group.add_argument("--page-chars", type=int, default=4000, help="characters of a page that crawl_page returns")
+    group.add_argument("--retriever", metavar="URL", help="wiki_search asks this Search-R1/AFM server, e.g. http://127.0.0.1:8000/retrieve")
+    group.add_argument("--serper", metavar="URL", nargs="?", const=SERPER, help="web_search asks Serper, or a server of the same protocol at URL")
+    group.add_argument("--web", action="store_true", help="crawl_page reads the real web")
+    group.add_argument("--allow-host", metavar="HOST", action="append", default=[], help="a private host (or host:port) of your own that may be read; repeatable")
+    group.add_argument("--block-host", metavar="HOST", action="append", default=[], help="a further host that may not be searched or read; repeatable")
+    group.add_argument("--summary", metavar=("URL", "MODEL"), nargs=2, help="an OpenAI-compatible server that condenses crawled pages")
+    group.add_argument("--vision", metavar=("URL", "MODEL"), nargs=2, help="an OpenAI-compatible vision server for visual_inspector")
+    group.add_argument("--tool-cache", metavar="FILE", default="runs/tool_cache.sqlite", help="answers of paid services and fetched pages; delete it to ask again")
+    group.add_argument("--code-memory-mb", type=int, default=sandbox.Limits.memory_mb, help="memory of one code call (AFM: 5000)")
+    group.add_argument("--tool-timeout", type=float, default=30.0, help="seconds until a call is answered for the tool")
     group.add_argument("--unsafe-code", action="store_true", help="run model-written code even where this machine gives no isolation")
     group.add_argument("--no-tools", action="store_true", help="answer every call with 'tool unavailable'")
 
 
 def make_toolbox(args) -> ToolBox:
-    """The tool box that the options describe."""
+    """The tool box that the options describe. InputError for a missing corpus or key."""
+    if args.no_tools:
+        return ToolBox([WikiSearch(), WebSearch(), CrawlPage(), Code()], workers=1, unavailable=True)
     if args.unsafe_code:
         sandbox.allow_unsafe()
-    store = Store(args.corpus)
-    return ToolBox([WikiSearch(store, args.topk), WebSearch(store, args.web_topk), CrawlPage(store), Code()], unavailable=args.no_tools)
+    if args.serper == SERPER and not (os.environ.get("SERPER_API_KEY") or os.environ.get("WEB_SEARCH_SERPER_API_KEY")):
+        raise InputError("--serper: set SERPER_API_KEY in the environment")
+    web = Web(BLOCKED + tuple(args.block_host), tuple(args.allow_host))
+    store = None if args.retriever and args.serper and args.web else Store(args.corpus)
+    cache = Cache(args.tool_cache) if args.serper or args.web else None
+    summary = LLM(*args.summary, cache_path=args.tool_cache) if args.summary else None
+    tools = [WikiSearch(store, args.topk, args.retriever), WebSearch(store, args.web_topk, args.serper, cache, web.blocked),
+             CrawlPage(store, web if args.web else None, summary, cache, args.page_chars), Code(sandbox.Limits(memory_mb=args.code_memory_mb))]
+    if args.vision:
+        tools.append(VisualInspector(LLM(*args.vision, cache_path=args.tool_cache), web))
+    return ToolBox(tools, timeout=args.tool_timeout)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,188 @@
+"""The embedded corpus: pages and passages in one SQLite file, found by BM25.
+
+`wiki_search`, `web_search` and `crawl_page` need something to search that works offline, starts at once and gives every run the same answers. SQLite's FTS5 does:
+built once from a JSONL file, then opened read-only by any number of threads and processes. It holds millions of passages (bench/bench_tools.py measures one
+million). For dense retrieval over all of Wikipedia use a Search-R1 retriever server instead (`--retriever URL`, tools.py).
+
+Three choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs most of the time. A match in the
+title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal money" means Nepal, not "Bharatpur (Nepal)", and with 500 towns
+called "... (Nepal)" BM25 alone would drown it. Left out: stemming, phrases, updates.
+
+    python corpus.py data/encyclopedia.jsonl "Nepal currency"
+"""
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import sys
+import threading
+import unicodedata
+from pathlib import Path
+
+from model import InputError, exit_on_input_error
+
+STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her him his how i if in into is it its
+    me my no not of on or our she so than that the their them then there these they this those to under up was we were what when where which who whom whose why will
+    with would you your""".split())
+COMMON = 0.1                                              # a word in more than this share of the passages says little and costs much
+
+
+class Store:
+    """A corpus, searchable. corpus: JSONL (or .gz) with rows {"id", "title", "url", "text"}, or Search-R1's {"id", "contents"} (first line: title).
+    Built on first use under index_dir as <stem>-<fingerprint>.sqlite, atomically; opened at once after that. Raises InputError for a bad row."""
+
+    def __init__(self, corpus, index_dir="runs/index"):
+        self.corpus = Path(corpus)
+        if not self.corpus.is_file():
+            raise InputError(f"{corpus}: no such corpus file (JSONL rows with id, title, url, text); build the built-in one with: python data/build.py")
+        self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            with open(self.path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)          # of several processes one builds
+                if not self.path.exists():
+                    build_index(self.corpus, self.path)
+        self.connections, self.lock, self.local = [], threading.Lock(), threading.local()
+        self.passages = self.db().execute("SELECT count(*) FROM passages").fetchone()[0]
+
+    def db(self) -> sqlite3.Connection:
+        """This thread's connection; read-only and immutable, so readers never wait for each other."""
+        if getattr(self.local, "db", None) is None:
+            self.local.db = sqlite3.connect(f"file:{self.path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+            self.local.db.execute("PRAGMA mmap_size = 1073741824")
+            with self.lock:
+                self.connections.append(self.local.db)
+        return self.local.db
+
+    def match(self, query: str) -> str | None:
+        """An FTS5 expression from any text: its words, quoted, joined by OR, without the very common ones. None if no word of it is in the corpus. Query text is
+        data: only letters and digits survive, so no operator of FTS5 can."""
+        words = list(dict.fromkeys(split_words(query)))[:64]
+        counts = {w: row[0] for w in words if (row := self.db().execute("SELECT doc FROM words WHERE term = ?", (w,)).fetchone())}
+        counts = {w: n for w, n in counts.items() if w not in STOP_WORDS} or counts
+        telling = [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
+        return " OR ".join(f'"{w}"' for w in telling) or None
+
+    def search(self, query: str, topk: int) -> list:
+        """The best topk passages: [(title, url, passage, page id)]."""
+        match, words = self.match(query), split_words(query)[:64]
+        if match is None:
+            return []
+        ranked = dict(self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? ORDER BY rank LIMIT ?", (match, topk)))
+        spans = list({" ".join(words[i:i + n]) for n in range(1, 9) for i in range(len(words) - n + 1)})
+        named = self.db().execute(f"SELECT first, last FROM pages WHERE title_key IN ({','.join('?' * len(spans))}) LIMIT 64", spans).fetchall()
+        for first, last in named:
+            for number, rank in self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? AND rowid BETWEEN ? AND ?", (match, first, last)):
+                ranked[number] = 2 * rank                 # rank is negative: the lower the better
+        best = sorted(ranked, key=lambda number: (ranked[number], number))[:topk]
+        select = "SELECT p.title, p.url, s.body, p.id FROM passages AS s JOIN pages AS p ON p.id = s.page WHERE s.id = ?"
+        return [self.db().execute(select, (number,)).fetchone() for number in best]
+
+    def page(self, url: str):
+        """(title, text) of the page at url, or None."""
+        row = self.db().execute("SELECT title, text FROM pages WHERE url_key = ?", (url_key(url),)).fetchone()
+        return row or None
+
+    def close(self):
+        with self.lock:
+            for db in self.connections:
+                db.close()
+            self.connections, self.local = [], threading.local()
+
+
+def split_words(text: str) -> list:
+    """Words in lower case without accents, as FTS5's unicode61 tokenizer with remove_diacritics cuts them."""
+    return re.findall(r"[^\W_]+", "".join(c for c in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(c)))
+
+
+def content_hash(path: Path) -> str:
+    """A fingerprint of a file that costs milliseconds: its size and up to 64 samples of 64 KB (all of it below 4 MB), beyond that also its time of change."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(repr((2, size, path.stat().st_mtime_ns if size > 1 << 22 else 0)).encode())      # 2: version of the index layout
+    with open(path, "rb") as f:
+        for i in range(64):
+            f.seek(i * max(1 << 16, size // 64))
+            digest.update(f.read(1 << 16))
+    return digest.hexdigest()[:12]
+
+
+def url_key(url: str) -> str:
+    """What two spellings of one address share: no scheme, no www., no fragment, no trailing slash."""
+    return re.sub(r"^(https?://)?(www\.)?", "", url.strip(), flags=re.I).split("#")[0].rstrip("/").casefold()
+
+
+def corpus_rows(corpus: Path):
+    """Yields (title, url, text, passages) for each row; InputError names file, line and field."""
+    with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rt", encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                raise InputError(f"{corpus}:{number}: expected one JSON object a line") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
+            text_field = "contents" if "contents" in row else "text"
+            for field in ("title", text_field) if text_field == "text" else (text_field,):
+                if not isinstance(row.get(field), str):
+                    raise InputError(f"{corpus}:{number}: field '{field}': expected a string, found {row.get(field)!r:.40}")
+            if text_field == "contents":
+                title, _, text = row["contents"].partition("\n")
+                passages = [text]
+            else:
+                title, text = row["title"], row["text"]
+                passages = split_passages(text)
+            yield title, row.get("url") or f"https://corpus.local/{row.get('id', number)}", text, passages
+
+
+def split_passages(text: str, words: int = 100) -> list:
+    """Paragraphs (blank line between), those of more than `words` words cut in pieces of that length."""
+    passages = []
+    for paragraph in filter(None, (p.strip() for p in text.split("\n\n"))):
+        tokens = paragraph.split(" ")
+        passages += [paragraph] if len(tokens) <= words * 1.5 else [" ".join(tokens[i:i + words]) for i in range(0, len(tokens), words)]
+    return passages or [text]
+
+
+def build_index(corpus: Path, path: Path):
+    """Writes the SQLite file: about 40,000 passages a second on one core."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    db = sqlite3.connect(temporary)
+    db.executescript("""PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA page_size = 8192;
+        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, title_key TEXT, url_key TEXT, first INTEGER, last INTEGER, text TEXT);
+        CREATE TABLE passages (id INTEGER PRIMARY KEY, page INTEGER, body TEXT);
+        CREATE VIRTUAL TABLE passage_index USING fts5(title, body, content='', tokenize="unicode61 remove_diacritics 2");
+        INSERT INTO passage_index(passage_index, rank) VALUES ('rank', 'bm25(10.0, 1.0)');
+        CREATE VIRTUAL TABLE words USING fts5vocab(passage_index, row);""")
+    try:
+        number = 0
+        for page, (title, url, text, passages) in enumerate(corpus_rows(corpus), 1):
+            db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                       (page, title, url, " ".join(split_words(title)), url_key(url), number + 1, number + len(passages), text))
+            for body in passages:
+                number += 1
+                db.execute("INSERT INTO passages VALUES (?, ?, ?)", (number, page, body))
+                db.execute("INSERT INTO passage_index(rowid, title, body) VALUES (?, ?, ?)", (number, title, body))
+        db.execute("INSERT INTO passage_index(passage_index) VALUES ('optimize')")
+        db.executescript("CREATE INDEX by_url ON pages (url_key); CREATE INDEX by_title ON pages (title_key)")
+        db.commit()
+        db.close()
+        os.replace(temporary, path)
+    finally:
+        db.close()
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # one query
+    exit_on_input_error()
+    if len(sys.argv) != 3:
+        sys.exit("usage: python corpus.py CORPUS.jsonl QUERY")
+    store = Store(sys.argv[1])
+    print(f"{store.passages} passages in {store.path}; query: {store.match(sys.argv[2])}")
+    for title, url, passage, _ in store.search(sys.argv[2], 5):
+        print(f"{title} ({url}): {passage[:120]}")
