@@ -4,9 +4,9 @@
 built once from a JSONL file, then opened read-only by any number of threads and processes. It holds millions of passages (bench/bench_tools.py measures one
 million). For dense retrieval over all of Wikipedia use a Search-R1 retriever server instead (`--retriever URL`, tools.py).
 
-Three choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs most of the time. A match in the
+Four choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs most of the time. A match in the
 title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal money" means Nepal, not "Bharatpur (Nepal)", and with 500 towns
-called "... (Nepal)" BM25 alone would drown it. Left out: stemming, phrases, updates.
+called "... (Nepal)" BM25 alone would drown it. And a passage counts by the share of the query's words that it holds. Left out: stemming, phrases, updates.
 
     python corpus.py data/encyclopedia.jsonl "Nepal currency"
 """
@@ -57,29 +57,32 @@ class Store:
                 self.connections.append(self.local.db)
         return self.local.db
 
-    def match(self, query: str) -> str | None:
-        """An FTS5 expression from any text: its words, quoted, joined by OR, without the very common ones. None if no word of it is in the corpus. Query text is
-        data: only letters and digits survive, so no operator of FTS5 can."""
+    def telling_words(self, query: str) -> list:
+        """The words of any text that are worth searching: in the corpus, not very common there, and no stop words unless there is nothing else. Query text is data:
+        only letters and digits survive, so no operator of FTS5 can."""
         words = list(dict.fromkeys(split_words(query)))[:64]
         counts = {w: row[0] for w in words if (row := self.db().execute("SELECT doc FROM words WHERE term = ?", (w,)).fetchone())}
         counts = {w: n for w, n in counts.items() if w not in STOP_WORDS} or counts
-        telling = [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
-        return " OR ".join(f'"{w}"' for w in telling) or None
+        return [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
 
     def search(self, query: str, topk: int) -> list:
-        """The best topk passages: [(title, url, passage, page id)]."""
-        match, words = self.match(query), split_words(query)[:64]
-        if match is None:
+        """The best topk passages: [(title, url, passage, page id)]. BM25 finds candidates; each then counts by the share of the telling words that it holds."""
+        telling, words = self.telling_words(query), split_words(query)[:64]
+        if not telling:
             return []
-        ranked = dict(self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? ORDER BY rank LIMIT ?", (match, topk)))
+        match = " OR ".join(f'"{word}"' for word in telling)
+        ranked = dict(self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? ORDER BY rank LIMIT ?", (match, 4 * topk + 16)))
         spans = list({" ".join(words[i:i + n]) for n in range(1, 9) for i in range(len(words) - n + 1)})
         named = self.db().execute(f"SELECT first, last FROM pages WHERE title_key IN ({','.join('?' * len(spans))}) LIMIT 64", spans).fetchall()
         for first, last in named:
             for number, rank in self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? AND rowid BETWEEN ? AND ?", (match, first, last)):
                 ranked[number] = 2 * rank                 # rank is negative: the lower the better
-        best = sorted(ranked, key=lambda number: (ranked[number], number))[:topk]
-        select = "SELECT p.title, p.url, s.body, p.id FROM passages AS s JOIN pages AS p ON p.id = s.page WHERE s.id = ?"
-        return [self.db().execute(select, (number,)).fetchone() for number in best]
+        hits = []
+        for number, rank in ranked.items():
+            hit = self.db().execute("SELECT p.title, p.url, s.body, p.id FROM passages AS s JOIN pages AS p ON p.id = s.page WHERE s.id = ?", (number,)).fetchone()
+            held = len(set(telling) & set(split_words(f"{hit[0]} {hit[2]}")))
+            hits.append((rank * held / len(telling), number, hit))
+        return [hit for _, _, hit in sorted(hits)[:topk]]
 
     def page(self, url: str):
         """(title, text) of the page at url, or None."""
@@ -183,6 +186,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python corpus.py CORPUS.jsonl QUERY")
     store = Store(sys.argv[1])
-    print(f"{store.passages} passages in {store.path}; query: {store.match(sys.argv[2])}")
+    print(f"{store.passages} passages in {store.path}; telling words: {store.telling_words(sys.argv[2])}")
     for title, url, passage, _ in store.search(sys.argv[2], 5):
         print(f"{title} ({url}): {passage[:120]}")
