@@ -42,6 +42,11 @@ def fold(text: str) -> str:
     return " ".join(re.sub(r"[^a-z0-9 ]", " ", plain.replace("'", "")).split())
 
 
+def the(name: str) -> str:
+    """A country's name inside a sentence, with its article."""
+    return f"the {name}" if re.search(r"^United |Republic|Islands$|^(Bahamas|Caribbean|Comoros|Gambia|Maldives|Netherlands|Philippines|Seychelles)$", name) else name
+
+
 def close(a: float, b: float, factor: float) -> bool:
     return bool(a and b) and max(a, b) <= factor * min(a, b)
 
@@ -103,7 +108,7 @@ def listing(parts: list[str]) -> str:
 
 
 def country_page(title: str, facts: dict) -> tuple[str, list[str]]:
-    first = f"{title} is a country in {'the ' * (facts['region'] == 'Caribbean')}{facts['region']}."
+    first = f"{title} is a country in {the(facts['region'])}."
     first += f" Its capital is {facts['capital']}." if "capital" in facts else ""
     first += f" Its currency is the {facts['currency']}." if "currency" in facts else ""
     codes = [f"the {name} {facts[key]}" for name, key in (("calling code", "calling code"), ("internet domain", "domain"), ("ISO code", "iso")) if key in facts]
@@ -147,7 +152,7 @@ def choose_cities(cities: list[dict], countries: dict, states: dict, capitals: d
 
 def city_page(city: dict) -> tuple[str, list[str]]:
     title, place = city["title"], city["place"]
-    where = f"is the capital of {place}" if city["capital"] else f"lies in {place}" + (", United States," if city["countrycode"] == "US" else "")
+    where = f"is the capital of {the(place)}" if city["capital"] else f"lies in {the(place)}" + (", United States," if city["countrycode"] == "US" else "")
     latitude = f"{abs(city['latitude']):.2f} {'N' if city['latitude'] >= 0 else 'S'}"
     longitude = f"{abs(city['longitude']):.2f} {'E' if city['longitude'] >= 0 else 'W'}"
     return title, [f"{title} {where} and has {city['population']} inhabitants.",
@@ -173,7 +178,9 @@ def load_elements() -> list[dict]:
             melting[row["atomic_number"]].append(row["melting_point"])
     for element in elements:
         points = melting[element["atomic_number"]]
-        element["melting"] = round(points[0]) if len(points) == 1 else None
+        measured = element["atomic_number"] < 100                                       # beyond, mendeleev's values are predictions
+        element["melting"] = f"{points[0]:.{1 if points[0] < 100 else 0}f}" if len(points) == 1 and measured else None
+        element["density"] = f"{element['density']:g}" if measured and (element["density"] or 0) > 0.1 else None      # not of gases
         text = fold(element["description"] or "")
         years = re.findall(r"\b1[5-9]\d\d\b|\b20\d\d\b", text)
         year, people = element["discovery_year"], element["discoverers"] or ""
@@ -192,7 +199,7 @@ def load_elements() -> list[dict]:
 def element_page(e: dict) -> tuple[str, list[str]]:
     title = e["name"]
     found = f"{title} was discovered in {e['year']}" if e["year"] else ""
-    found += f" in {e['location']}" if found and e["location"] else ""
+    found += f" in {the(e['location'])}" if found and e["location"] else ""
     found += f" by {e['discoverer']}" if found and e["discoverer"] else ""
     physics = [text.format(e[key]) for text, key in (("the melting point {} K", "melting"), ("the density {} g/cm3", "density")) if e[key]]
     table = f"{title} has the atomic weight {e['atomic_weight']:g} and stands in period {e['period']}" + (f", group {e['group_id']}" if e["group_id"] else "")
@@ -223,7 +230,7 @@ def build() -> list[dict]:
     users = Counter(geo["currencycode"] for geo in json.loads((data / "countries.json").read_text("utf8")).values())
     for iso, f in facts.items():                                                         # currencies that one country alone uses
         if "currency" in f and users[f["currency code"]] == 1:
-            pages.append((f["currency"], [f"{f['currency']} is the currency of {titles[iso]}.",
+            pages.append((f["currency"], [f"{f['currency']} is the currency of {the(titles[iso])}.",
                                           f"{f['currency']} has the currency code {f['currency code']} and the numeric code {f['numeric']}."]))
     pages += [city_page(city) for members in cities.values() for city in sorted(members, key=lambda c: not c["capital"])]
     # states of the USA and some of their counties, those whose name no other state has

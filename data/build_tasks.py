@@ -15,6 +15,7 @@ first query (the entity and the question's own word, "Nepal phone prefix") does 
     python data/build_tasks.py        # half a minute; the same encyclopedia gives the same bytes
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import tools                                                                     # noqa: E402
-from templates import BY, CHAINS, COMPARE, LOOKED_UP, NAMES, ONE, RELATIONS, STORIES, THINGS, UNIT      # noqa: E402
+from templates import BY, CHAINS, COMPARE, KEYED, LOOKED_UP, NAMES, ODD_CHAINS, ONE, RELATIONS, STORIES, THINGS, UNIT      # noqa: E402
 
 SIZES = {"sft": 1200, "rl": 2800, "dev": 500, "test": 900}                       # a third for each suite
 SHARES = [("test", 0.28), ("rl", 0.42), ("sft", 0.20), ("dev", 0.10)]            # of the families
@@ -136,19 +137,28 @@ class Live:
         return self.kept[key]
 
 
-def search(live, facts, tool, about, relation, word, page, finds=None, own_word=None):
-    """A search step, or None. `about` and `word` are the question's own: the natural first query joins them. If it does not bring what is needed (for
+class Unfit(Exception):
+    """This draw makes no task; the next one may."""
+
+
+def says(text: str, value: str) -> bool:
+    """Does a text hold a value as a whole word or number?"""
+    return bool(re.search(rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)", text))
+
+
+def search(live, facts, tool, about, relation, word, page, finds=None, own_word=None, natural=None):
+    """A search step. `about` and `word` are the question's own: the natural first query joins them. If it does not bring what is needed (for
     wiki_search the paragraph with the fact, for web_search the page's URL), it is kept as `failing_first`."""
     value, paragraph = facts[page].get(relation, (finds, 0))
     value = finds or value
     text = live.pages[page]["text"].split("\n\n")[paragraph]
     needed = text if tool == "wiki_search" else live.pages[page]["url"]
     own_word = own_word or (RELATIONS[relation][1] if relation in RELATIONS else "")
-    natural = f"{about} {word}".strip()
-    tries = list(dict.fromkeys([natural, f"{about} {own_word}".strip(), about]))
-    right = next((query for query in tries if needed in live(tool, query) and value in live(tool, query)), None)
-    if right is None or right != natural and needed in live(tool, natural, FAILING_TOP_K):
-        return None
+    natural = natural or f"{about} {word}".strip()
+    tries = list(dict.fromkeys([natural, f"{about} {word}".strip(), f"{about} {own_word}".strip(), about]))
+    right = next((query for query in tries if needed in live(tool, query) and says(live(tool, query), value)), None)
+    if right is None or right != natural and says(live(tool, natural, FAILING_TOP_K), value):
+        raise Unfit(f"no query finds {relation} of {about}, or the failing one finds it by chance")
     step = {"tool": tool, "about": about, "wants": relation, "argument": right, "page": page, "finds": value, "fact": f"The {relation} of {about} is {value}."}
     if right != natural:
         step["failing_first"] = natural
@@ -156,40 +166,29 @@ def search(live, facts, tool, about, relation, word, page, finds=None, own_word=
 
 
 def chain(live, facts, start, relations, words, tool="wiki_search"):
-    """Steps from page `start` along `relations`, each value being the next page; the last relation is read by wiki_search or, for the web, by
-    crawl_page after a search for the page. `start` may be (description, relation "element", page) for an element found by number or symbol. None if a link is missing."""
+    """Steps from page `start` along `relations`, each value being the next page; the last relation is read by wiki_search or, for the web, by crawl_page
+    after a search for the page. `start` may be (noun, description, natural first query or None, page) for a page found by a number or symbol."""
     steps, page = [], start
     if isinstance(start, tuple):
-        about, page = start
-        steps.append(search(live, facts, tool, about, "element", "element", page, finds=page))
-        if steps[0] is None:
-            return None
-        steps[0]["fact"] = f"The element with {about} is {page}."
+        noun, about, natural, page = start
+        steps = [search(live, facts, tool, about, noun, noun, page, finds=page, natural=natural) | {"fact": f"The {noun} with {about} is {page}."}]
     for i, (relation, word) in enumerate(zip(relations, words)):
-        if relation not in facts.get(page, {}):
-            return None
-        value, paragraph = facts[page][relation]
+        value, paragraph = facts[page].get(relation, (None, 0))
         last = i == len(relations) - 1
+        if value is None or tool == "web_search" and last != (paragraph > 0):
+            raise Unfit("no such fact, or not where a search result (a crawl) shows it")
         if tool == "web_search" and last:
-            if paragraph == 0:
-                return None
+            url = live.pages[page]["url"]
             if not isinstance(start, tuple):
-                step = search(live, facts, tool, page, "page", word, page, finds=live.pages[page]["url"], own_word=RELATIONS[relation][1])
-                if step is None:
-                    return None
-                steps.append(step | {"fact": f"{page} has a page."})
-            steps.append({"tool": "crawl_page", "about": page, "wants": relation, "argument": live.pages[page]["url"], "page": page, "finds": value,
+                steps.append(search(live, facts, tool, page, "page", word, page, finds=url, own_word=RELATIONS[relation][1]) | {"fact": f"{page} has a page."})
+            steps.append({"tool": "crawl_page", "about": page, "wants": relation, "argument": url, "page": page, "finds": value,
                           "fact": f"The {relation} of {page} is {value}."})
         else:
-            if tool == "web_search" and paragraph > 0:
-                return None
             steps.append(search(live, facts, tool, page, relation, word if last else RELATIONS[relation][1], page))
-        if steps[-1] is None:
-            return None
         if not last:
-            page = value if value in facts else next((t for t in facts if fold(t) == fold(value)), None)
-            if page is None or page == steps[-1]["page"]:
-                return None
+            page = value if value in facts else next((title for title in facts if fold(title) == fold(value)), None)
+            if page in (None, steps[-1]["page"]):
+                raise Unfit("the next page is missing or the same")
     return steps
 
 
@@ -198,10 +197,10 @@ def code_step(wants: str, source: str) -> dict:
     return {"tool": "code", "about": "", "wants": wants, "argument": f"print({source})", "page": None, "finds": value, "fact": f"The {wants} is {value}."}
 
 
-def graph(template, phrasing, held_out, plan, steps, answer_step=-1, derive=None) -> dict:
+def graph(template, phrasing, held_out, plan, steps, derive=None) -> dict:
     entities = list(dict.fromkeys(step["page"] for step in steps if step["page"]))
     solution = {"template": template, "phrasing": phrasing, "phrasing_held_out": held_out, "plan": plan, "entities": entities, "steps": steps}
-    return solution | ({"answer_step": None, "derive": derive} if derive else {"answer_step": len(steps) + answer_step if answer_step < 0 else answer_step})
+    return solution | ({"answer_step": None, "derive": derive} if derive else {"answer_step": len(steps) - 1})
 
 
 # ---------------------------------------------------------------- questions
@@ -219,9 +218,8 @@ class Writer:
                                ("state", "postal code"), ("element", "symbol")):
                 if mark in own:
                     self.pools[kind].append(title)
-        self.pools["city"] = [t for t in self.pools["city"] if "inhabitants" in facts[t]]
-        self.pools["us city"] = [t for t in self.pools["us city"] if "inhabitants" in facts[t]]
-        self.pools["county"] = [t for t in self.pools["county"] if "state" in facts[t]]
+        for kind, also in (("city", "inhabitants"), ("us city", "inhabitants"), ("county", "state")):       # currencies have countries too, states FIPS codes
+            self.pools[kind] = [title for title in self.pools[kind] if also in facts[title]]
         share, names, things = dict(SHARES), NAMES[:], THINGS[:]
         random.Random(seed).shuffle(names), random.Random(seed).shuffle(things)
         low = sum(share[s] for s, _ in SHARES[:[s for s, _ in SHARES].index(split)])
@@ -235,12 +233,15 @@ class Writer:
         return self.rng.choice(RELATIONS[relation][2][1:] or RELATIONS[relation][2]) if odd else RELATIONS[relation][2][0]
 
     def start(self, kind):
-        """(start of the chain, description used in the question, plan item) for a random page of a kind."""
-        if kind in ("atomic number", "symbol"):
-            page = self.rng.choice(self.pools["element"])
-            value = self.facts[page][kind][0]
-            return (f"{kind} {value}", page), value
-        page = self.rng.choice(self.pools[{"us city": "us city"}.get(kind, kind)])
+        """(start of the chain, what the question calls it) for a random page of a kind."""
+        if kind in KEYED:
+            noun, relation, own_words = KEYED[kind]
+            page = self.rng.choice(self.pools[noun])
+            value = self.facts[page].get(relation, (None,))[0]
+            if value is None or sum(own.get(relation, (None,))[0] == value for own in self.facts.values()) > 1:
+                raise Unfit("no such number, or not the only one")
+            return (noun, f"{relation} {value}", own_words and own_words.format(x=value), page), value
+        page = self.rng.choice(self.pools[kind])
         return page, page
 
     def look_up(self, suite, kind, relations, held_out, odd):
@@ -248,37 +249,33 @@ class Writer:
         start, name = self.start(kind)
         words = [RELATIONS[r][2][0] for r in relations[:-1]] + [self.word(relations[-1], odd)]
         steps = chain(self.live, self.facts, start, relations, words, "wiki_search" if suite == "mhqa" else "web_search")
-        if not steps or len(steps) < len(relations):
-            return None
         frame = number = self.phrasing(held_out)
         subject, inner = name, relations[:-1]
-        described = {"city": "city", "us city": "county", "county": "county", "currency": "currency", "atomic number": "atomic number", "symbol": "symbol"}.get(kind)
-        if described and (inner or isinstance(start, tuple)):
+        if inner or isinstance(start, tuple):
             by = self.phrasing(held_out)
-            subject, number = BY[described][by].format(x=name), 10 * frame + by
+            subject, number = BY["county" if kind == "us city" else kind][by].format(x=name), 10 * frame + by
             inner = inner if isinstance(start, tuple) else inner[1:]
         for relation in inner:
             subject = f"the {RELATIONS[relation][2][0]} of {subject}"
         unit = UNIT.get(relations[-1])
         question = ONE[frame].format(n=words[-1] + (f" in {unit}" if unit and "in " not in words[-1] else ""), x=subject)
-        seen = [f"find the element with {start[0]}"] if isinstance(start, tuple) else []
-        for i, relation in enumerate(relations):
-            seen.append(f"find the {relation} of {name}" if not seen else f"find its {relation}")
+        plan = [f"find the {start[0]} with {start[1]}" if isinstance(start, tuple) else f"find the {relations[0]} of {name}"]
+        plan += [f"find its {relation}" for relation in (relations if isinstance(start, tuple) else relations[1:])]
         hops = len(relations) + isinstance(start, tuple)
         template = f"{suite}: {kind} > {' > '.join(relations)}"
         return {"question": question, "answer": answers(steps[-1]["finds"]), "data_source": suite, "agent": suite, "hops": hops,
-                "solution": graph(template, number, held_out, seen, steps)}
+                "solution": graph(template, number, held_out, plan, steps)}
 
     def compare(self, relation, op, held_out):
         """Which of two pages has the larger (or smaller) number?"""
         kind = {"population": "country", "area": "country", "inhabitants": "city", "discovery year": "element"}[relation]
         pages = self.rng.sample(self.pools[kind], 2)
-        steps = [search(self.live, self.facts, "wiki_search", page, relation, RELATIONS[relation][1], page) for page in pages if relation in self.facts[page]]
-        if len(steps) < 2 or None in steps:
-            return None
+        if any(relation not in self.facts[page] for page in pages):
+            raise Unfit("no such number")
+        steps = [search(self.live, self.facts, "wiki_search", page, relation, RELATIONS[relation][1], page) for page in pages]
         numbers = [float(step["finds"]) for step in steps]
         if max(numbers) < (1.3 if op == "max" else 1.001) * min(numbers):
-            return None
+            raise Unfit("too close")
         number = self.phrasing(held_out)
         best = numbers.index(max(numbers) if op == "max" else min(numbers))
         plan = [f"find the {relation} of {page}" for page in pages] + ["compare"]
@@ -292,16 +289,12 @@ class Writer:
         kind = {"inhabitants": "city", "area": "country", "population": "country", "counties": "state"}.get(relations[0], "element")
         pages = self.rng.sample(self.pools[kind], 2 if "{y}" in phrasings[0] else 1)
         if any(r not in self.facts[page] for page in pages for r in relations):
-            return None
+            raise Unfit("no such number")
         values = [self.facts[page][r][0] for page in pages for r in relations]
-        if len(pages) == 2 and "-" in source and float(values[0]) <= float(values[1]):
-            return None
-        if max(len(value) for value in values) > 8:
-            return None
+        if "-" in source and float(values[0]) <= float(values[1]) or max(map(len, values)) > 8:
+            raise Unfit("nothing left, or long numbers")
         k = self.rng.randint(3, 29)
         steps = [search(self.live, self.facts, "wiki_search", page, r, RELATIONS[r][1], page) for page in pages for r in relations]
-        if None in steps:
-            return None
         if name == "density":                                       # both numbers stand in one paragraph
             steps = steps[:1]
             steps[0]["fact"] = f"The population of {pages[0]} is {values[0]}, its area {values[1]}."
@@ -316,8 +309,6 @@ class Writer:
         """A word problem, solved in one expression or in two steps."""
         work, phrasings = STORIES[name]
         numbers = draw(name, self.rng)
-        if numbers is None:
-            return None
         number = self.phrasing(held_out)
         question = phrasings[number].format(n=self.rng.choice(self.names), t=self.rng.choice(self.things), **numbers)
         (first, one), (second, two) = work
@@ -332,8 +323,8 @@ class Writer:
                 "solution": graph(f"math: {name}", number, held_out, plan, steps)}
 
 
-def draw(name: str, rng: random.Random) -> dict | None:
-    """The numbers of a word problem, whole and positive at every step; None if this draw does not fit."""
+def draw(name: str, rng: random.Random) -> dict:
+    """The numbers of a word problem, whole (but for averages and speeds) and positive at every step."""
     r = rng.randint
     a, b, c, d = {
         "change": lambda: (r(3, 60), r(12, 99), r(100, 9000), 0), "boxes": lambda: (r(12, 90), r(12, 99), r(15, 4000), 0),
@@ -348,20 +339,23 @@ def draw(name: str, rng: random.Random) -> dict | None:
     left = {"change": c - a * b, "boxes": a * b - c, "tank": a - b * c, "savings": a + b * c - d, "seats": a * b * c - d, "minutes": a * 60 + b - c,
             "two_shops": a * b - c * d, "doubling": a * 2 ** b - c}.get(name, 1)
     whole = {"share": (a + b) % (c or 1) == 0, "average": (a + b + c + d) % 4 != 0, "speed": (a + b) % (c or 1) != 0, "recipe": c != a}.get(name, True)
-    return {"a": a, "b": b, "c": c, "d": d} if left > 0 and whole else None
+    if left <= 0 or not whole:
+        raise Unfit("not positive or not whole")
+    return {"a": a, "b": b, "c": c, "d": d}
 
 
 # ---------------------------------------------------------------- the files
 
-def choose(writer: Writer, suite: str, held_out: bool, odd: bool) -> dict | None:
-    """One draw of a task of a suite, None if it came to nothing."""
+def choose(writer: Writer, suite: str, held_out: bool, odd: bool) -> dict:
+    """One draw of a task of a suite."""
     rng = writer.rng
     if suite == "math":
         name = rng.choice(sorted(STORIES) if rng.random() < 0.6 else sorted(LOOKED_UP))
         return writer.story(name, held_out) if name in STORIES else writer.compute(name, held_out)
     if suite == "mhqa" and not odd and rng.random() < 0.2:
         return writer.compare(*rng.choice(sorted(COMPARE)), held_out)
-    weights, kinds, paths, lasts = zip(*CHAINS[suite])
+    weights, kinds, paths, lasts = zip(*(ODD_CHAINS if odd and rng.random() < 0.5 else CHAINS[suite]))
+    odd = odd and kinds[0] not in KEYED
     i = rng.choices(range(len(kinds)), weights)[0]
     return writer.look_up(suite, kinds[i], paths[i] + [rng.choice(lasts[i])], held_out, odd)
 
@@ -370,12 +364,17 @@ def fails_first(task: dict) -> bool:
     return any("failing_first" in step for step in task["solution"]["steps"])
 
 
+def numbers_of(task: dict) -> tuple:
+    """What makes a word problem the same as another one: its template and its numbers."""
+    return task["solution"]["template"], *sorted(re.findall(r"\d+", task["question"]))
+
+
 def good(task: dict, split: str, titles: Titles, split_of: dict, asked: set) -> bool:
     """Short, new, and about pages of its own split alone; the answer must not stand in the question (but for comparisons)."""
     given = task["answer"] if isinstance(task["answer"], list) else [task["answer"]]
     told = not task["solution"].get("derive") and re.search(rf"(?<!\w){re.escape(given[0])}(?!\w)", task["question"])
     return (len(task["question"]) <= 120 and len(given[0]) <= 24 and not told and task["question"] not in asked
-            and all(split_of[title] == split for title in titles.find(task_text(task))))
+            and not (task["agent"] == "math" and numbers_of(task) in asked) and all(split_of[title] == split for title in titles.find(task_text(task))))
 
 
 def make_split(split, size, live, facts, split_of, titles, seed, asked) -> list[dict]:
@@ -384,13 +383,31 @@ def make_split(split, size, live, facts, split_of, titles, seed, asked) -> list[
     for i in range(size):
         suite, turn = ("mhqa", "web", "math")[i % 3], i // 3
         held_out, odd = split == "test" and turn % 3 == 0, suite != "math" and turn % 9 in (1, 3)
-        while True:
-            task = choose(writer, suite, held_out, odd)
-            if task and good(task, split, titles, split_of, asked) and (suite == "math" or fails_first(task) == odd):
-                break
-        asked.add(task["question"])
+        for _ in range(5000):
+            with contextlib.suppress(Unfit):
+                task = choose(writer, suite, held_out, odd)
+                if good(task, split, titles, split_of, asked) and (suite == "math" or fails_first(task) == odd):
+                    break
+        else:
+            raise RuntimeError(f"{split} {suite} {turn}: no new task in 5000 draws (held out: {held_out}, first query fails: {odd})")
+        asked |= {task["question"], numbers_of(task)}
         rows.append({"id": f"{split}-{suite}-{turn + 1:04}"} | task)
     return rows
+
+
+def distractors(rows: list[dict], live: Live, split_of: dict) -> dict:
+    """How often searches of a split's solutions (right and failing ones) show pages that are not on the path, and pages of the test."""
+    shown, counts = set(), Counter()
+    for task in rows:
+        for step in task["solution"]["steps"]:
+            for query in [step["argument"], step.get("failing_first")] if step["tool"].endswith("search") else []:
+                if query:
+                    hits = set(re.findall(r"\(Title: (.+)\)\n|\d\. \[(.+)\]\(http", live(step["tool"], query)))
+                    pages = {one or other for one, other in hits} - set(task["solution"]["entities"])
+                    tested = {page for page in pages if split_of[page] == "test"}
+                    shown |= tested
+                    counts += Counter(searches=1, with_other_pages=bool(pages), with_test_pages=bool(tested))
+    return {**counts, "test_pages_seen": len(shown)}
 
 
 def write(path: Path, text: str):
@@ -412,10 +429,14 @@ if __name__ == "__main__":
     live = Live(args.corpus)
     facts = read_facts(list(live.pages.values()))
     split_of = assign_splits(families(facts), facts, args.seed)
-    titles, asked = Titles(facts), set()
+    titles, asked, stats = Titles(facts), set(), {}
 
     # ---- tasks
     for split, size in SIZES.items():
         rows = make_split(split, round(size * args.scale), live, facts, split_of, titles, args.seed, asked)
         write(args.out / f"{split}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(f"{split}: {len(rows)} tasks, {len({e for row in rows for e in row['solution']['entities']})} pages on solution paths")
+        stats[split] = {"tasks": len(rows), "pages_on_paths": len({title for row in rows for title in row["solution"]["entities"]}),
+                        "hops": {suite: dict(sorted(Counter(row["hops"] for row in rows if row["data_source"] == suite).items())) for suite in ("mhqa", "web", "math")},
+                        "templates": dict(sorted(Counter(row["solution"]["template"] for row in rows).items())), "distractors": distractors(rows, live, split_of)}
+        print(f"{split}: {len(rows)} tasks, {stats[split]['pages_on_paths']} pages on solution paths; {stats[split]['distractors']}")
+    write(args.out / "stats.json", json.dumps(stats, indent=1, ensure_ascii=False) + "\n")

@@ -4,7 +4,7 @@ Of the seven phrasings in each list the first five are trained, the last two occ
 
 # relation -> (pattern of the sentence that holds it, subject first; word that finds it; words that a question may use, the first being the encyclopedia's own)
 RELATIONS = {
-    "country": (r"^(.+?) (?:is the capital of|lies in|is the currency of) ([^,]+?)(?: and has|\.$)", "", ["country"]),
+    "country": (r"^(.+?) (?:is the capital of|lies in|is the currency of) (?:the )?([^,]+?)(?: and has|\.$)", "", ["country"]),
     "capital": (r"^(.+?) is a country .* Its capital is (.+?)\. ?(?:Its|$)", "capital", ["capital", "seat of government"]),
     "currency": (r"^(.+?) is a country .* Its currency is the (.+?)\.$", "currency", ["currency", "money"]),
     "calling code": (r"^(.+?) has .*?the calling code (\d+)", "calling code", ["calling code", "phone prefix"]),
@@ -28,9 +28,9 @@ RELATIONS = {
     "symbol": (r"^(.+?) is the chemical element with the symbol (\w+)", "symbol", ["symbol", "abbreviation"]),
     "atomic number": (r"^(.+?) is the chemical element .*? atomic number (\d+)", "atomic number", ["atomic number", "number of protons"]),
     "discovery year": (r"^(.+?) was discovered in (\d+)", "discovered", ["discovery year", "year of its finding"]),
-    "discovery place": (r"^(.+?) was discovered in \d+ in ([A-Z].+?)(?: by|\.$)", "discovered", ["discovery place", "place of its finding"]),
+    "discovery place": (r"^(.+?) was discovered in \d+ in (?:the )?([A-Z].+?)(?: by|\.$)", "discovered", ["discovery place", "place of its finding"]),
     "discoverer": (r"^(.+?) was discovered .*? by (.+)\.$", "discovered", ["discoverer", "first finder"]),
-    "melting point": (r"^(.+?) has .*?the melting point (\d+)", "melting point", ["melting point", "fusion temperature"]),
+    "melting point": (r"^(.+?) has .*?the melting point ([\d.]+)", "melting point", ["melting point", "fusion temperature"]),
     "density": (r"^(.+?) has .*?the density ([\d.]+)", "density", ["density", "mass per volume"]),
     "atomic weight": (r"^(.+?) has the atomic weight ([\d.]+)", "atomic weight", ["atomic weight", "mass of an atom"]),
 }
@@ -38,21 +38,30 @@ UNIT = {"area": "square km", "melting point": "K", "density": "g/cm3"}
 COUNTRY = ["calling code", "internet domain", "ISO code", "main language", "demonym"]
 STATE = ["largest city", "counties", "FIPS code"]
 ELEMENT = ["discovery year", "discoverer", "melting point", "density", "discovery place", "atomic weight"]
+ABROAD = ["internet domain", "ISO code", "main language", "demonym"]
 CITY = ["time zone", "latitude", "longitude"]
+# Entities found by a number or symbol: kind -> (noun, relation, the question's own words for it where they are not the encyclopedia's).
+KEYED = {"atomic number": ("element", "atomic number", None), "symbol": ("element", "symbol", None), "calling code": ("country", "calling code", None),
+         "FIPS code": ("state", "FIPS code", None), "protons": ("element", "atomic number", "{x} protons"),
+         "phone prefix": ("country", "calling code", "phone prefix {x}"), "federal number": ("state", "FIPS code", "federal number {x}")}
 # Chains of look-ups: (weight, kind of the first page, relations on the way, relations of which one is asked)
 CHAINS = {
     "mhqa": [(9, "country", [], COUNTRY + ["capital", "currency", "area", "population"]), (6, "element", [], ELEMENT + ["symbol", "atomic number"]),
              (18, "city", ["country"], COUNTRY + ["capital", "currency"]), (8, "currency", ["country"], COUNTRY + ["capital"]),
              (6, "us city", ["state"], STATE + ["postal code"]), (6, "county", ["state"], STATE + ["postal code"]),
              (6, "atomic number", [], ELEMENT + ["symbol"]), (6, "symbol", [], ELEMENT + ["atomic number"]),
+             (5, "calling code", [], ABROAD + ["capital", "currency", "area", "population"]), (2, "FIPS code", [], ["postal code", "largest city", "counties"]),
              (9, "city", ["country", "capital"], CITY + ["inhabitants"]), (6, "currency", ["country", "capital"], CITY + ["inhabitants"]),
              (6, "city", ["country", "currency"], ["currency code", "numeric code"]), (4, "county", ["state", "largest city"], CITY + ["inhabitants"])],
-    "web": [(7, "country", [], COUNTRY + ["area", "population"]), (6, "city", [], CITY), (3, "us city", [], CITY), (3, "state", [], STATE),
-            (4, "currency", [], ["currency code", "numeric code"]), (3, "county", [], ["FIPS code"]), (5, "element", [], ELEMENT),
-            (18, "city", ["country"], COUNTRY + ["area", "population"]), (8, "currency", ["country"], COUNTRY + ["area", "population"]),
-            (7, "us city", ["state"], STATE), (6, "county", ["state"], STATE), (7, "atomic number", [], ELEMENT), (7, "symbol", [], ELEMENT),
-            (8, "city", ["country", "capital"], CITY), (5, "currency", ["country", "capital"], CITY), (3, "city", ["country", "currency"], ["currency code"])],
+    "web": [(8, "country", [], COUNTRY + ["area", "population"]), (8, "city", [], CITY), (4, "us city", [], CITY), (3, "state", [], STATE),
+            (4, "currency", [], ["currency code", "numeric code"]), (4, "county", [], ["FIPS code"]), (5, "element", [], ELEMENT),
+            (16, "city", ["country"], COUNTRY + ["area", "population"]), (7, "currency", ["country"], COUNTRY + ["area", "population"]),
+            (7, "us city", ["state"], STATE), (6, "county", ["state"], STATE), (9, "atomic number", [], ELEMENT), (9, "symbol", [], ELEMENT),
+            (5, "calling code", [], ABROAD + ["area", "population"]), (2, "FIPS code", [], ["largest city", "counties"]),
+            (5, "city", ["country", "capital"], CITY), (3, "currency", ["country", "capital"], CITY), (2, "city", ["country", "currency"], ["currency code"])],
 }
+# Chains whose first query fails in the question's own words.
+ODD_CHAINS = [(4, "protons", [], ELEMENT + ["symbol"]), (3, "phone prefix", [], ABROAD + ["area", "population"]), (2, "federal number", [], ["largest city", "counties"])]
 
 # Question frames. {n}: the relation's word, {x}: an entity or its description. Five are trained, the last two are for the test alone.
 ONE = ["What is the {n} of {x}?", "Which {n} does {x} have?", "Find the {n} of {x}.", "Tell me the {n} of {x}.", "For {x}, what is the {n}?",
@@ -65,11 +74,23 @@ BY = {
                  "the country whose currency is the {x}", "the nation with the {x} in its wallets", "the land where prices are in {x}"],
     "county": ["the state where {x} lies", "the state of {x}", "the state to which {x} belongs", "the US state with {x}", "the state that {x} is in",
                "the American state around {x}", "the part of the USA that holds {x}"],
-    "atomic number": ["the element with atomic number {x}", "the element of atomic number {x}", "chemical element {x}, by atomic number,",
+    "atomic number": ["the element with atomic number {x}", "the element of atomic number {x}", "element number {x}",
                       "the element whose atomic number is {x}", "the substance with atomic number {x}",
                       "the element that has {x} as its atomic number", "the one element of the table at atomic number {x}"],
     "symbol": ["the element with symbol {x}", "the element of symbol {x}", "the chemical element {x}", "the element whose symbol is {x}", "the element written {x}",
                "the element that chemists write as {x}", "the one element of the table marked {x}"],
+}
+BY |= {
+    "calling code": ["the country with calling code {x}", "the country of calling code {x}", "the country whose calling code is {x}", "the country that has calling code {x}",
+                     "the country that uses calling code {x}", "the nation one rings with calling code {x}", "the land behind calling code {x}"],
+    "FIPS code": ["the state with FIPS code {x}", "the state of FIPS code {x}", "the state whose FIPS code is {x}", "the state that has FIPS code {x}", "the US state of FIPS code {x}",
+                  "the part of the USA listed under FIPS code {x}", "the American state filed as FIPS code {x}"],
+    "protons": ["the element with {x} protons", "the element whose atoms have {x} protons", "the element of {x} protons", "the chemical element with {x} protons",
+                "the element that has {x} protons", "the substance with {x} protons in its core", "the one element of the table that counts {x} protons"],
+    "phone prefix": ["the country with phone prefix {x}", "the country of phone prefix {x}", "the country whose phone prefix is {x}", "the country that has phone prefix {x}",
+                     "the country that uses phone prefix {x}", "the nation one rings with phone prefix {x}", "the land behind phone prefix {x}"],
+    "federal number": ["the state with federal number {x}", "the state of federal number {x}", "the state whose federal number is {x}", "the state that has federal number {x}",
+                       "the US state of federal number {x}", "the part of the USA listed under federal number {x}", "the American state filed as federal number {x}"],
 }
 COMPARE = {
     ("population", "max"): ["Which has more people, {x} or {y}?", "Which country has the larger population, {x} or {y}?", "Is the population of {x} or of {y} larger?",
@@ -119,7 +140,7 @@ LOOKED_UP = {
         "What is the product of the atomic numbers of {x} and {y}?", "Multiply the atomic numbers of {x} and {y}.", "What is the atomic number of {x} times that of {y}?",
         "{x} and {y}: what is the product of their atomic numbers?", "What do you get when you multiply the atomic numbers of {x} and {y}?",
         "Times one another, what do the atomic numbers of {x} and {y} give?", "Which number is the atomic number of {x} taken as often as that of {y} says?"]),
-    "melting_difference": ("melting point", "{a}-{b}", "difference", [
+    "melting_difference": ("melting point", "round({a}-{b},1)", "difference", [
         "How many kelvin higher does {x} melt than {y}?", "What is the difference between the melting points of {x} and {y}?",
         "By how many kelvin is the melting point of {x} above that of {y}?", "{x} melts how many kelvin above {y}?", "Take the melting point of {y} from that of {x}.",
         "After {y} has melted, how many kelvin are missing until {x} does?", "How far apart, in kelvin, do {x} and {y} turn liquid?"]),
