@@ -3,27 +3,30 @@
 Files first, because every script uses them even on one laptop: a file appears whole or not at all, a metric log can be cut back to the
 last checkpoint, and a run that is started again with the same command goes on where it stopped.
 """
+import argparse
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict,
                                                     set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from model import InputError, Transformer, load_model, save_model
+from model import CHUNK, InputError, ModelConfig, Transformer, exit_on_input_error, load_model, save_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files
@@ -458,3 +461,118 @@ def swap(copy, model, optimizer, rollout, offload=False):
         for state in optimizer.state.values():
             state.update({key: value.to(place) for key, value in state.items() if value.dim() > 0})
     torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --plan: the memory of a training run, from config.json alone
+
+
+def saved_for_backward(config, layers, rows, length, dtype):
+    """Bytes that autograd keeps from one forward pass with `layers` blocks, found by running it on tensors without memory."""
+    kept, default = {}, torch.get_default_dtype()
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            model = Transformer(replace(config, num_hidden_layers=layers))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                model(torch.zeros(rows, length, dtype=torch.long))
+            for parameter in model.parameters():
+                kept.pop(parameter.untyped_storage()._cdata, None)
+            return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    finally:
+        torch.set_default_dtype(default)
+
+
+def measure(config, seq, micro_tokens, on_gpu):
+    """What memory_plan needs to know of a model: parameters of all and of a block, bytes kept by a block and outside the blocks."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    parameters, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0]))
+    rows, dtype = max(1, micro_tokens // seq), torch.bfloat16 if on_gpu else torch.float32
+    one, two = (saved_for_backward(config, layers, rows, seq, dtype) for layers in (1, 2))
+    return {"parameters": parameters, "block": block, "kept_by_block": two - one, "kept_outside": one - (two - one),
+            "block_input": rows * seq * config.hidden_size * dtype.itemsize, "size": dtype.itemsize, "on_gpu": on_gpu}
+
+
+def memory_plan(config, facts, seq, slots, shards, checkpointing=False, swap=False, offload=False):
+    """Bytes per GPU (or of one CPU process) -> {part: bytes}, with the peaks "training" and "rollout".
+
+    seq: longest row; slots: episodes at once, 0 for SFT. The trainer holds fp32 weights, gradients and two moments, split over `shards`;
+    compute is in bf16 on a GPU, fp32 on a CPU."""
+    layers, size, on_gpu = config.num_hidden_layers, facts["size"], facts["on_gpu"]
+    state = 0 if offload else 4 * facts["parameters"] / shards
+    root = facts["parameters"] - layers * facts["block"]                                    # embedding and head
+    kept = (layers * facts["block_input"] if checkpointing else (layers - 1) * facts["kept_by_block"]) + facts["kept_by_block"]
+    parts = {
+        "weights": state, "gradients": state, "optimiser": 2 * state,
+        # two blocks at a time in bf16, one with its gradient in bf16 and fp32; embedding and head throughout
+        "gathered": (2 * size + size + 4) * facts["block"] + (2 * size + 4) * root if on_gpu else 0,
+        "activations": facts["kept_outside"] + kept,
+        "head": 3 * 4 * CHUNK * config.vocab_size + 4 * config.vocab_size * config.hidden_size + 2 * facts["block_input"],
+        "rollout weights": size * facts["parameters"] if on_gpu and slots else 0,
+        "KV cache": slots * (seq + 1) * 2 * layers * config.num_key_value_heads * config.head_dim * size}
+    trainer = parts["weights"] + parts["optimiser"]
+    training = trainer + parts["gradients"] + parts["gathered"] + parts["activations"] + parts["head"]
+    return {**parts, "training": training + (0 if swap else parts["rollout weights"]),
+            "rollout": (0 if swap else trainer) + parts["rollout weights"] + parts["KV cache"] if slots else 0}
+
+
+def find_plan(config, gpus, seq, memory, episodes=512, per_node=8):
+    """The fastest setting that fits into `memory` bytes a GPU -> (options, parts); options None, and the leanest parts, if none does.
+
+    episodes: of one RL step over all GPUs, 0 for SFT. Micro-batches of one row of `seq` tokens."""
+    facts, lean = measure(config, seq, seq, on_gpu=True), None
+    for offload, shards, swap, checkpointing in itertools.product((False, True), dict.fromkeys([min(gpus, per_node), gpus]), (False, True), (False, True)):
+        options = {"shards": shards, "checkpointing": checkpointing, "swap": swap and episodes > 0, "offload": offload}
+        slots = -(-episodes // gpus)
+        while True:
+            parts = memory_plan(config, facts, seq, slots, **options)
+            if max(parts["training"], parts["rollout"]) <= memory:
+                return {**options, "slots": slots}, parts
+            lean = parts if lean is None or parts["training"] <= lean["training"] else lean
+            if parts["training"] > memory or slots <= 1:
+                break
+            slots //= 2
+    return None, lean
+
+
+def read_config(model):
+    """The config of a directory, of a config.json, or of a hub name (only that file is fetched)."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        try:
+            path = Path(hf_hub_download(str(model), "config.json"))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"model {str(model)!r}: no such directory, and not to be had from the hub ({reason})") from None
+    return ModelConfig.from_hf(json.loads(path.read_text()))
+
+
+if __name__ == "__main__":
+    exit_on_input_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", metavar="MODEL", required=True, help="directory, config.json or hub name of the model to train")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs over all nodes (default %(default)s)")
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs of one node (default %(default)s)")
+    parser.add_argument("--seq", type=int, default=32768, help="longest row in tokens (default %(default)s)")
+    parser.add_argument("--memory", type=float, default=80.0, help="GB of one GPU (default %(default)s)")
+    parser.add_argument("--episodes", type=int, default=512, help="episodes of one RL step over all GPUs; 0: SFT (default %(default)s)")
+    args = parser.parse_args()
+
+    config = read_config(args.plan)
+    usable = args.memory * 1e9 * 0.92 - 1.5e9                                               # fragments of the allocator; CUDA and NCCL
+    options, parts = find_plan(config, args.gpus, args.seq, usable, args.episodes, args.per_node)
+    print(f"{args.plan}, {args.gpus} GPUs of {args.memory:.0f} GB ({usable / 1e9:.0f} usable), rows of {args.seq} tokens; GB per GPU:")
+    for name, size in parts.items():
+        print(f"  {name:16}{size / 1e9:8.1f}" + ("   at the peak" if name in ("training", "rollout") else ""))
+    if options is None:
+        raise InputError("nothing fits, not even with all of --checkpointing --offload --swap (above): more GPUs, or a smaller --seq")
+    flags = [f"--micro-tokens {args.seq}", f"--shards {options['shards']}", *([f"--slots {options['slots']}"] if args.episodes else [])]
+    print("fits with " + " ".join(flags + [f"--{name}" for name in ("checkpointing", "swap", "offload") if options[name]]))

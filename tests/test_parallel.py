@@ -2,19 +2,17 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 import parallel
 from conftest import ROOT
-from model import PRESETS, InputError, Transformer, load_model, save_model
-from parallel import (MetricLog, Ranks, clip_gradients, collate, export_model, fingerprint, latest_checkpoint, load_checkpoint,
-                      load_trainable, make_optimizer, micro_batches, read_jsonl, save_checkpoint, start_run, write_atomic, write_jsonl)
+from model import PRESETS, InputError, ModelConfig, Transformer, load_model
+from parallel import (MetricLog, Ranks, clip_gradients, collate, export_model, fingerprint, latest_checkpoint, load_checkpoint, make_optimizer,
+                      micro_batches, read_jsonl, save_checkpoint, shard_model, start_run, write_atomic, write_jsonl)
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))
 SMALL = dataclasses.replace(PRESETS["tiny-1m"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
@@ -190,15 +188,89 @@ def test_export_is_read_back_by_load_model(tmp_path):
 # ---------------------------------------------------------------- several ranks
 
 WORKER = """
-import json, sys
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 from parallel import *
-import parallel, sft
-model_path, out, action, shards, dtype = sys.argv[1:6]
+from test_parallel import gradients
 ranks = setup()
-torch.set_default_dtype(getattr(torch, dtype))
-model = load_trainable(model_path, ranks, int(shards))
-model = model.to(getattr(torch, dtype))
-optimizer = make_optimizer(model, 1e-2, 0.95, 0.1)
-print(action)
+for dtype in ("float64", "float32"):
+    for shards in (1, 2):                      # 1: whole copies, as DDP; 2: FSDP2
+        found = gradients(dtype, ranks, shards)
+        if ranks.is_main:
+            torch.save(found, "{out}/" + dtype + str(shards))
+teardown()
 """
+
+
+def gradients(dtype, ranks, shards=0):
+    """The whole gradient of an SFT batch and of an RL minibatch of very unequal rows, seven of them: no even split over two ranks."""
+    import rl
+    import sft
+    from test_rl import random_rows
+    dtype = getattr(torch, dtype)
+    model = small_model().to(dtype)
+    rows = random_rows(model, dtype, lengths=(3, 90, 5, 41, 4, 7, 60))
+    model = shard_model(model, ranks, shards)
+    args, found = rl.parse_arguments(["--kl", "0.1", "--micro-tokens", "200"]), {}
+    for name, backward in (("sft", lambda: sft.backward(model, rows, ranks, 200)), ("rl", lambda: rl.policy_backward(model, rows, ranks, args))):
+        model.zero_grad()
+        backward()
+        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        found[name] = torch.cat([grad.flatten() for grad in whole])
+    return found
+
+
+@pytest.mark.long
+def test_gradients_do_not_depend_on_the_number_of_ranks_nor_on_sharding(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests"), out=tmp_path))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "worker.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
+        alone = gradients(dtype, ONE)
+        for shards in (1, 2):
+            together = torch.load(tmp_path / f"{dtype}{shards}")
+            for name in ("sft", "rl"):
+                assert (alone[name] - together[name]).norm() <= tolerance * alone[name].norm(), (dtype, shards, name)
+
+
+# ---------------------------------------------------------------- the memory plan
+
+QWEN_7B = ModelConfig(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                      num_key_value_heads=4, head_dim=128, attention_bias=True, model_type="qwen2")
+
+
+def test_plan_counts_what_is_known_exactly():
+    facts = parallel.measure(QWEN_7B, 4096, 4096, on_gpu=True)
+    assert facts["parameters"] == 7_615_616_512                                             # the published 7.62 B
+    parts = parallel.memory_plan(QWEN_7B, facts, 4096, slots=16, shards=8)
+    assert parts["weights"] == parts["gradients"] == parts["optimiser"] / 2 == 4 * facts["parameters"] / 8
+    assert parts["KV cache"] == 16 * 4097 * 2 * 28 * 4 * 128 * 2                            # 56 KiB a token
+    lean = parallel.memory_plan(QWEN_7B, facts, 4096, slots=16, shards=8, checkpointing=True, swap=True)
+    assert lean["activations"] < parts["activations"] / 10 and lean["training"] < parts["training"] and lean["rollout"] < parts["rollout"]
+
+
+def test_plan_finds_what_fits_or_says_that_nothing_does():
+    options, parts = parallel.find_plan(QWEN_7B, 8, 4096, 70e9)
+    assert options["shards"] == 8 and not options["offload"] and max(parts["training"], parts["rollout"]) <= 70e9
+    assert parallel.find_plan(QWEN_7B, 1, 4096, 70e9)[0]["offload"]
+    options, parts = parallel.find_plan(QWEN_7B, 1, 4096, 10e9)
+    assert options is None and parts["training"] > 10e9
+
+
+def test_activations_are_those_that_autograd_really_keeps():
+    """The measure on tensors without memory against the same forward pass on real ones."""
+    config, kept = dataclasses.replace(SMALL, num_hidden_layers=2), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    model = Transformer(config)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(3, 50, dtype=torch.long))
+    for parameter in model.parameters():
+        kept.pop(parameter.data_ptr(), None)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert parallel.saved_for_backward(config, 2, 3, 50, torch.float32) == pytest.approx(real, rel=0.01)

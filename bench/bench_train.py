@@ -1,0 +1,313 @@
+"""How fast sft.py and rl.py train next to transformers' Trainer and TRL, and whether `parallel.py --plan` tells the truth about memory.
+
+    pip install trl accelerate datasets                  the peers; one that is absent is named and skipped
+    python bench/bench_train.py                          tiny-1m and a 135M shape on a CPU, bf16 0.5B where there is a GPU: 30 minutes
+    python bench/bench_train.py --quick                  tiny sizes, to see that it runs; the numbers mean nothing
+
+sft     tokens/s of real (not padding) tokens: whole optimiser steps of 16 rows of 100 to 1000 tokens (lognormal, as chains of agents are),
+        40 % of them trained. Peers on the same rows, weights, precision and threads: Trainer with its defaults (8 rows x 2 accumulation,
+        random order, loss over the full head), SFTTrainer with chunked loss and rows grouped by length.
+        `peak_share`: useful floating-point operations, without padding and recomputation, over the measured matmul peak.
+grpo    seconds of one step, rollout and update, without tools: tiny and random models call none; all completions have equal length.
+        Peer: GRPOTrainer with transformers' generate.
+memory  peak RSS of a process above that after its imports, against the plan; on a GPU the allocator's peak.
+"""
+import argparse
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+
+import rl
+import sft
+from coa_format import ROLES, TOOLS
+from model import PRESETS, ModelConfig, Transformer, load_tokenizer, save_model, train_tokenizer
+from parallel import clip_gradients, load_trainable, make_optimizer, measure, memory_plan, refresh, rollout_copy, setup, teardown
+from sampler import Sampler
+
+SHAPES = {
+    "tiny-1m": dataclasses.replace(PRESETS["tiny-1m"], vocab_size=600),
+    "30m": ModelConfig(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                       num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
+    "135m": ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                        num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, model_type="llama"),
+    "0.5b": ModelConfig(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, attention_bias=True, model_type="qwen2"),
+    "1.5b": ModelConfig(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                        num_key_value_heads=2, head_dim=128, tie_word_embeddings=True, attention_bias=True, model_type="qwen2"),
+}
+RESULTS = []
+
+
+def record(bench, ours, peer, unit, setting):
+    ratio = None if peer is None else ours / peer if unit.endswith("/s") else peer / ours
+    RESULTS.append({"bench": bench, "ours": ours, "peer": peer, "ratio": ratio, "unit": unit, "setting": setting})
+    peer_text = "           -" if peer is None else f"{peer:12.4g}"
+    print(f"{bench:12} ours {ours:12.4g}  peer {peer_text} {unit:9} ratio {'-' if ratio is None else f'{ratio:.2f}'}  {setting}", flush=True)
+
+
+def absent(*names):
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"skipped: {', '.join(missing)} not installed")
+    return bool(missing)
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def make_model(shape, folder):
+    """Random weights of a shape with a byte tokenizer, as a Hugging Face directory (made once)."""
+    if not (folder / shape / "config.json").exists():
+        torch.manual_seed(0)
+        tags = [tag for name in [*ROLES, *TOOLS, "observation", "answer"] for tag in (f"<{name}>", f"</{name}>")]
+        save_model(Transformer(SHAPES[shape]), train_tokenizer(["a b"], 400, tags), folder / shape)
+    return folder / shape
+
+
+def make_rows(count, shortest, longest, vocab, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    lengths = (torch.randn(count, generator=rng) * 0.6 + 5.7).exp().clamp(shortest, longest).long()
+    rows = []
+    for length in lengths.tolist():
+        mask = torch.rand(length // 20 + 1, generator=rng).repeat_interleave(20)[:length] < 0.4         # spans of 20 tokens
+        mask[0], mask[-1] = False, True
+        rows.append({"ids": torch.randint(0, min(vocab, 256), (length,), generator=rng), "loss_mask": mask})
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SFT
+
+
+def sft_ours(path, ranks, rows, batch, micro_tokens, warmup):
+    """Real tokens per second of sft.py's steps."""
+    model = load_trainable(path, ranks)
+    optimizer = make_optimizer(model, 1e-4, 0.95, 0.0)
+    tokens = 0
+    for start in range(0, len(rows), batch):
+        if start == warmup * batch:
+            synchronize()
+            began, tokens = time.perf_counter(), 0
+        tokens += sft.backward(model, rows[start:start + batch], ranks, micro_tokens)["tokens"]
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    synchronize()
+    return tokens / (time.perf_counter() - began)
+
+
+def sft_peer(kind, path, rows, batch, warmup, folder):
+    """Real tokens per second of Trainer ("trainer") or TRL's SFTTrainer ("trl") on the same rows."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+    gpu = torch.cuda.is_available()
+    tokenizer = load_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    data = Dataset.from_list([{"input_ids": row["ids"].tolist(), "attention_mask": [1] * len(row["ids"]),
+                               "labels": torch.where(row["loss_mask"], row["ids"], -100).tolist()} for row in rows])
+    common = dict(output_dir=str(folder), num_train_epochs=1, gradient_accumulation_steps=2, per_device_train_batch_size=batch // 2,
+                  learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", bf16=gpu, use_cpu=not gpu,
+                  gradient_checkpointing=False, disable_tqdm=True)
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == warmup:
+                synchronize()
+                self.began = time.perf_counter()
+
+        def on_train_end(self, args, state, control, **_):
+            synchronize()
+            self.seconds = time.perf_counter() - self.began
+
+    clock = Clock()
+    if kind == "trainer":
+        trainer = Trainer(model, TrainingArguments(**common), DataCollatorForSeq2Seq(tokenizer), data, callbacks=[clock])
+    else:
+        from trl import SFTConfig, SFTTrainer
+        args = SFTConfig(**common, max_length=None, packing=False, train_sampling_strategy="group_by_length")
+        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+    trainer.train()
+    steps = len(rows) // batch
+    return sum(len(row["ids"]) for row in rows) * (steps - warmup) / steps / clock.seconds
+
+
+def useful_flops(config, rows):
+    """Multiplications and additions of forward and backward: 6 a weight and token, the head on trained tokens only, causal attention."""
+    with torch.device("meta"):
+        block = sum(p.numel() for p in Transformer(config).layers.parameters())
+    tokens, trained = sum(len(row["ids"]) for row in rows), sum(int(row["loss_mask"].sum()) for row in rows)
+    attention = sum(6 * len(row["ids"]) ** 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers for row in rows)
+    return 6 * tokens * block + 6 * trained * config.vocab_size * config.hidden_size + attention
+
+
+def matmul_peak(device):
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1536, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        synchronize()
+        began = time.perf_counter()
+        a @ b
+        synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size ** 3 / best
+
+
+def bench_sft(shape, ranks, folder, args):
+    config, batch = SHAPES[shape], 4 if args.quick else 16
+    path, warmup = make_model(shape, folder), 1
+    steps = 3 if args.quick else (5 if shape != "tiny-1m" and ranks.device.type == "cpu" else 20)
+    rows = make_rows(batch * steps, 20 if args.quick else 100, 60 if args.quick else 1000, config.vocab_size)
+    setting = f"{shape}, {ranks.device.type}, {batch} rows a step of {sum(len(r['ids']) for r in rows) // len(rows)} tokens"
+    ours = max(sft_ours(path, ranks, rows, batch, size, warmup) for size in (args.micro_tokens or (1024, 2048, 4096)))
+    timed = rows[batch * warmup:]
+    share = useful_flops(config, timed) / sum(len(row["ids"]) for row in timed) * ours / matmul_peak(ranks.device)
+    record("sft_peak", share, None, "share", setting)
+    if not absent("accelerate", "datasets"):
+        record("sft_trainer", ours, sft_peer("trainer", path, rows, batch, warmup, folder), "tokens/s", setting)
+    if not absent("accelerate", "datasets", "trl"):
+        record("sft_trl", ours, sft_peer("trl", path, rows, batch, warmup, folder), "tokens/s", setting)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GRPO
+
+
+def grpo_ours(path, ranks, prompts, samples, new_tokens, steps):
+    """Seconds of a step: rollout, advantages from random rewards, one update."""
+    args = rl.parse_arguments([])
+    model, tokenizer = load_trainable(path, ranks), load_tokenizer(path)
+    optimizer, copy = make_optimizer(model, 1e-6, 0.95, 0.0), rollout_copy(model, ranks)
+    longest = max(map(len, prompts)) + new_tokens
+    sampler = Sampler(copy, tokenizer, None, slots=len(prompts) * samples, max_len=longest)
+    rng, seconds = torch.Generator().manual_seed(0), []
+    for step in range(steps + 1):
+        began = time.perf_counter()
+        refresh(copy, model)
+        episodes = sampler.generate([ids for ids in prompts for _ in range(samples)], new_tokens, temperature=1.0, step=step)
+        rewards = torch.rand(len(episodes), generator=rng).tolist()
+        values = rl.advantages(rewards, [i // samples for i in range(len(episodes))]).tolist()
+        batch = [rl.training_row({"ids": torch.tensor(e.ids), "loss_mask": torch.tensor(e.source) == rl.SAMPLED,
+                                  "sampler_logprobs": torch.tensor(e.logprobs)}, value) for e, value in zip(episodes, values)]
+        rl.update(model, None, optimizer, [batch], ranks, args)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+        tokens = sum(sum(episode.source) for episode in episodes)
+    return min(seconds[1:]), tokens
+
+
+def grpo_peer(path, prompts, samples, new_tokens, steps, folder):
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    tokenizer, gpu = load_tokenizer(path), torch.cuda.is_available()
+    tokenizer.padding_side = "left"
+    model, rng = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.Generator().manual_seed(0)
+    marks, lengths = [], []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            synchronize()
+            marks.append(time.perf_counter())
+
+        on_train_end = on_step_begin
+
+    def reward(completions, completion_ids, **_):
+        lengths.append(sum(map(len, completion_ids)))
+        return torch.rand(len(completions), generator=rng).tolist()
+
+    rows = len(prompts) * samples
+    config = GRPOConfig(output_dir=str(folder), max_steps=steps + 1, per_device_train_batch_size=rows, num_generations=samples, beta=0.0,
+                        max_completion_length=new_tokens, learning_rate=1e-6, report_to=[], save_strategy="no", logging_strategy="no",
+                        bf16=gpu, use_cpu=not gpu, gradient_checkpointing=False, disable_tqdm=True, temperature=1.0, top_k=0)
+    data = Dataset.from_list([{"prompt": tokenizer.decode(ids)} for ids in prompts] * (steps + 2))
+    GRPOTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[Clock()]).train()
+    return min(b - a for a, b in zip(marks[1:], marks[2:])), lengths[-1]
+
+
+def bench_grpo(shape, ranks, folder, args):
+    path = make_model(shape, folder)
+    prompts, samples, new = (4, 4, 12) if args.quick else (8, 8, 128) if shape == "tiny-1m" or ranks.device.type == "cuda" else (2, 4, 64)
+    rng = torch.Generator().manual_seed(1)
+    texts = [torch.randint(33, 120, (60,), generator=rng).tolist() for _ in range(prompts)]
+    ours, tokens = grpo_ours(path, ranks, texts, samples, new, 1 if args.quick else 3)
+    setting = f"{shape}, {ranks.device.type}, no tools, {prompts} x {samples} episodes, {tokens} sampled tokens"
+    if absent("accelerate", "datasets", "trl"):
+        record("grpo_step", ours, None, "s", setting)
+        return
+    peer, peer_tokens = grpo_peer(path, texts, samples, new, 1 if args.quick else 3, folder)
+    record("grpo_step", ours / tokens * 1e3, peer / peer_tokens * 1e3, "s/1k", setting + f" (peer {peer_tokens})")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory: a fresh process makes two SFT steps of two micro-batches each
+
+MEASURE = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import torch, sft
+from model import PRESETS, Transformer
+from parallel import *
+ranks = setup()
+def steps(model, row, rows, count):
+    optimizer = make_optimizer(model, 1e-4, 0.95, 0.0)
+    for _ in range(count):
+        sft.backward(model, [row] * (2 * rows), ranks, rows * len(row["ids"]))
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+row = {{"ids": torch.arange({seq}) % 200, "loss_mask": torch.arange({seq}) % 5 < 2}}
+steps(shard_model(Transformer(PRESETS["tiny-1m"]), ranks), {{key: value[:8] for key, value in row.items()}}, 1, 1)      # imports on first use
+mark = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+model = load_trainable({path!r}, ranks, checkpointing={checkpointing})
+steps(model, row, {rows}, 2)
+peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - mark
+print("PEAK", peak)
+"""
+
+
+def bench_memory(shape, ranks, folder, args, rows, seq, checkpointing):
+    path, gpu = make_model(shape, folder), ranks.device.type == "cuda"
+    code = MEASURE.format(root=str(Path(__file__).resolve().parent.parent), path=str(path), seq=seq, rows=rows, checkpointing=checkpointing)
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    peak = int(output.split("PEAK")[1])
+    config = SHAPES[shape]
+    plan = memory_plan(config, measure(config, seq, rows * seq, gpu), seq, 0, 1, checkpointing)["training"]
+    record("memory", plan / 1e6, peak / 1e6, "MB", f"{shape}, {ranks.device.type}, micro-batch {rows} x {seq}, checkpointing {checkpointing}; "
+           "ours = planned, peer = measured")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--only", nargs="+", choices=["sft", "grpo", "memory"], default=["sft", "grpo", "memory"], help="default: all")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: tiny-1m and 135m on a CPU, 0.5b on a GPU")
+    parser.add_argument("--micro-tokens", type=int, nargs="+", help="sizes of our micro-batches; the best counts")
+    args = parser.parse_args()
+    ranks = setup()
+    gpu = ranks.device.type == "cuda"
+    shapes = args.shapes or (["0.5b"] if gpu else ["tiny-1m"] if args.quick else ["tiny-1m", "135m"])
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in shapes:
+            if "sft" in args.only:
+                bench_sft(shape, ranks, Path(folder), args)
+            if "grpo" in args.only:
+                bench_grpo(shape, ranks, Path(folder), args)
+        if "memory" in args.only:
+            settings = [("0.5b", 4, 2048, False), ("0.5b", 1, 8192, True)] if gpu else [("tiny-1m", 2, 64, False)] if args.quick else \
+                [("30m", 8, 512, False), ("135m", 2, 512, True)]
+            for setting in settings:
+                bench_memory(setting[0], ranks, Path(folder), args, *setting[1:])
+    teardown()
+    for row in RESULTS:
+        print(json.dumps(row))
