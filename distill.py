@@ -21,19 +21,16 @@ The paper gives no ratios for the last two stages; --plain-ratio and --error-fac
     python distill.py                                                              # the demo, under a minute on 2 cores
     python distill.py --teacher http://127.0.0.1:8000/v1 --teacher-model NAME      # any server; key from OPENAI_API_KEY
     python distill.py --teacher runs/demo/rl/model --samples 4 --out runs/self     # the student as its own teacher
-    python distill.py --cost --out runs/demo/distill                               # tokens: the team against the single chain
     python distill.py --pass-filter --samples 8 --max-pass 0.99 --teacher runs/demo/sft/model --tasks data/tasks/rl.jsonl --out runs/rl_tasks
 
 Writes sft.jsonl (LLaMA-Factory and TRL alpaca columns), traces.jsonl (the raw records), funnel.json and report.md.
 """
 import argparse
-import contextlib
 import hashlib
 import json
 import random
 import re
 import shutil
-import sqlite3
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -41,12 +38,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from coa_format import (PROFILES, Segment, check, code_blocks, double_check_score, encode_text, inert, observation, parse, prompt, prompt_ids,
+from coa_format import (PROFILES, TOOLS, Segment, check, code_blocks, double_check_score, inert, observation, parse, prompt, prompt_ids,
                         render, reveal)
 from data.scripted import Scripted
 from llm import LLM, LLMError
 from model import InputError, exit_on_input_error, load_model, load_tokenizer
-from parallel import add_common_arguments, from_rank_0, gather_lists, read_jsonl, run_config, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, from_rank_0, gather_lists, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
 from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
@@ -74,7 +71,7 @@ Instead of your own move you may write `To: NAME` to hand over to one of {others
 
 def team(profile):
     """{tag: (agent name, field, job)} of a profile; a tool that a user registered gets an agent of its own."""
-    return {tag: AGENTS.get(tag, (tag + "_agent", "Argument", f"You use the tool {tag}."))
+    return {tag: AGENTS.get(tag, (tag + "_agent", "Argument", f"You use the tool {tag}. {TOOLS.get(tag, '')}"))
             for tag in PROFILES[profile].agents if tag in AGENTS or tag in PROFILES[profile].tools}
 
 
@@ -122,7 +119,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """One episode of a teacher. end: "answered", "cap", or a checkpoint's end reason. `steps`: list of Step as dicts."""
+    """One episode of a teacher. end: "answered", "cap", "refused", or a checkpoint's end reason. `steps`: list of Step as dicts."""
     id: str
     sample: int
     question: str
@@ -204,10 +201,16 @@ class Teacher:
         return to if to in allowed else self.asked if self.asked != step.agent else "planner"
 
     def solve(self):
-        """Run until an answer or the cap on acts -> (steps, end)."""
+        """Run until an answer or the cap on acts -> (steps, end). A request that the server refuses for what it holds (say, a history too long
+        for its model) ends this episode as "refused"; a server that is gone raises LLMError."""
         steps, name = [], "planner"
         while name is not None and len(steps) < self.max_acts:
-            step = self.ask(name)
+            try:
+                step = self.ask(name)
+            except LLMError as error:
+                if not re.search(r"HTTP (400|413|422)", str(error)):
+                    raise
+                return steps, "refused"
             if step.tag in self.profile.tools:
                 self.run_tool(step)
             steps.append(asdict(step))
@@ -353,20 +356,15 @@ def chat_backend(args, llm):
 
 
 def team_episode(task, sample, backend, toolbox, label, args):
-    """One episode of the team on one task -> Trace."""
+    """One episode of the team on one task -> Trace. With --pass-filter --no-tools a model is asked for the answer, alone."""
+    if args.pass_filter and args.no_tools:
+        text = backend(task, sample)("", [{"role": "user", "content": f"{task.question}\nReply with the answer alone, as short as possible."}])
+        return finish(Trace(task.id, sample, task.question, task.agent, task.data_source, label, end="answered",
+                            chain=render([Segment("answer", inert(text.strip()))])), task, toolbox, args)
     steps, end = Teacher(backend(task, sample), toolbox.session(task.question), task.question, task.agent, args.max_acts).solve()
     trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, steps, end)
     trace.chain = to_chain(trace)
     return finish(trace, task, toolbox, args)
-
-
-def direct_episode(task, sample, backend, label):
-    """A server asked without team and tools, for --pass-filter."""
-    text = backend(task, sample)("", [{"role": "user", "content": f"{task.question}\nReply with the answer alone, as short as possible."}])
-    trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, [], "answered")
-    trace.chain = render([Segment("answer", inert(text.strip()))])
-    trace.score = grade(task, trace.chain).score
-    return trace
 
 
 def finish(trace, task, toolbox, args):
@@ -453,19 +451,18 @@ def table(rows, header):
 
 
 def suite_statistics(traces):
-    """Per suite and over all, what the paper's Tables 2 and 3 hold and more: chains, mean hops, shares; fractions from 0 to 1."""
-    groups = {"all": traces}
+    """Per suite and over all, what the paper's Tables 2 and 3 hold and more: chains, tasks, hops, shares from 0 to 1, characters that agents wrote."""
+    groups = {"all": traces} if traces else {}
     for trace in traces:
         groups.setdefault(trace.data_source, []).append(trace)
-    return {name: {"chains": len(rows), "tasks": len({t.id for t in rows}), "hops": round(sum(map(hops, rows)) / len(rows), 2),
-                   "hops_min": min(map(hops, rows)), "hops_max": max(map(hops, rows)),
-                   "reflection": round(sum(any(s["tag"] == "reflection" for s in t.steps) for t in rows) / len(rows), 3),
-                   "corrected": round(sum(map(corrected, rows)) / len(rows), 3),
-                   "model_characters": round(sum(len(strip_observations(t.chain)) for t in rows) / len(rows))} for name, rows in groups.items() if rows}
-
-
-def strip_observations(chain):
-    return "".join(chain[s.start:s.end] for s in parse(chain) if s.source == "model")
+    table = {}
+    for name, rows in groups.items():
+        written = sum(s.end - s.start for t in rows for s in parse(t.chain) if s.source == "model")
+        reflective = sum(any(step["tag"] == "reflection" for step in t.steps) for t in rows)
+        table[name] = {"chains": len(rows), "tasks": len({t.id for t in rows}), "hops": round(sum(map(hops, rows)) / len(rows), 2),
+                       "hops_min": min(map(hops, rows)), "hops_max": max(map(hops, rows)), "reflection": round(reflective / len(rows), 3),
+                       "corrected": round(sum(map(corrected, rows)) / len(rows), 3), "model_characters": round(written / len(rows))}
+    return table
 
 
 def funnel_report(funnel, statistics, traces, label):
@@ -483,43 +480,6 @@ def funnel_report(funnel, statistics, traces, label):
     for (suite, mended), trace in sorted(shown.items()):
         text.append(f"### {suite}, {trace.id}{', with a mistake that was corrected' if mended else ''}\n\n{trace.question}\n\n~~~~\n{trace.chain}\n~~~~")
     return "\n\n".join(text) + "\n"
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Cost: the team against the single chain (the measure of the paper's Figure 5)
-
-def trace_cost(trace, count):
-    """Tokens of one episode, count(text) -> tokens. "team": every call reads the agent's private history again and writes a reply; "chain":
-    prompt and chain in one decoding, every token once; "chain, resent": without a prefix cache, the text so far read again after each tool."""
-    history, team_tokens = {}, 0
-    for step in trace.steps:
-        tag = next(tag for tag, (name, _, _) in team(trace.agent).items() if name == step["agent"])
-        history.setdefault(step["agent"], count(agent_prompt(trace.agent, tag)))
-        history[step["agent"]] += count(step["state"]) + count(step["reply"])
-        team_tokens += history[step["agent"]]
-    opening = count(prompt(trace.agent, trace.question, True))
-    ends = [segment.end for segment in parse(trace.chain) if segment.source == "environment"] + [len(trace.chain)]
-    return {"team": team_tokens, "chain": opening + count(trace.chain), "chain, resent": sum(opening + count(trace.chain[:end]) for end in ends),
-            "calls of the team": len(trace.steps), "tool calls": len(ends) - 1}
-
-
-def cost_report(traces, tokenizer, cache):
-    """(Markdown text, dict): mean tokens an episode and tokens a solved task, team against chain, on the same traces. cache: the file of a
-    server's replies; where it exists, the server's own counts are added."""
-    costs = [trace_cost(trace, lambda text: len(encode_text(text, tokenizer))) for trace in traces]
-    total = {key: sum(cost[key] for cost in costs) for key in costs[0]}
-    solved = sum(trace.score >= 1 for trace in traces)
-    rows = [[key, round(n / len(traces), 1), round(n / solved, 1) if solved else "none solved"] for key, n in total.items()]
-    saving = {key: round(1 - total[key] / total["team"], 3) for key in ("chain", "chain, resent")}
-    numbers = {"teacher": traces[0].teacher, "episodes": len(traces), "solved": solved, "tokens": total, "saving": saving}
-    text = f"Teacher: {traces[0].teacher}; {len(traces)} episodes, {solved} solved.\n\n" + table(rows, ["tokens", "per episode", "per solved task"])
-    text += "\n" + "".join(f"\n{key}: {100 * share:.1f} % fewer tokens than the team" for key, share in saving.items())
-    if cache.exists():
-        with contextlib.closing(sqlite3.connect(cache)) as db:
-            usage = [json.loads(value).get("usage") or {} for value, in db.execute("SELECT value FROM answers")]
-        numbers["server"] = {"calls": len(usage), **{key: sum(u.get(key) or 0 for u in usage) for key in ("prompt_tokens", "completion_tokens")}}
-        text += "\nThe server's own count for the team: {calls} calls, {prompt_tokens} prompt and {completion_tokens} completion tokens".format(**numbers["server"])
-    return text, numbers
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -545,7 +505,7 @@ PRESETS = {"mhqa": {"prompt": "full", "max_acts": 24}, "web": {"prompt": "full",
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common_arguments(parser, "runs/demo/distill", tasks=["data/tasks/sft.jsonl"], model="data/base")
+    add_common_arguments(parser, "runs/demo/distill", tasks=["data/tasks/sft.jsonl"])
     group = parser.add_argument_group("teacher")
     group.add_argument("--preset", choices=PRESETS, help="the paper's prompt form and room for this agent; options given beside it win")
     group.add_argument("--teacher", default="scripted", help="scripted, the URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
@@ -568,7 +528,6 @@ def parse_arguments(argv=None):
     group.add_argument("--plain-ratio", type=float, default=0.6, help="share of the episodes without reflection that stays (default %(default)s)")
     group.add_argument("--error-factor", type=int, default=2, help="how often a chain with a low first double_check stands in the result (default %(default)s)")
     group = parser.add_argument_group("other work")
-    group.add_argument("--cost", action="store_true", help="report the tokens of the team and of the chains in --out (tokenizer: --model)")
     group.add_argument("--pass-filter", action="store_true", help="instead of chains write tasks.jsonl: the tasks of which the teacher solves a share "
                        "of its --samples from --min-pass to --max-pass; with a server and --no-tools it is asked directly")
     group.add_argument("--min-pass", type=float, default=0.0, help="(default %(default)s)")
@@ -585,22 +544,15 @@ if __name__ == "__main__":
     label = f"{args.teacher_model} at {args.teacher}" if served else "scripted, reads the solution" if args.teacher == "scripted" else args.teacher
 
     # -------------------------------------------------------------------------------------------------------------------------------
-    # What the teams of an earlier run cost
-    if args.cost:
-        text, numbers = cost_report([Trace(**row) for row in read_jsonl(out / "traces.jsonl")], load_tokenizer(args.model), out / "llm_cache.sqlite")
-        write_atomic(out / "cost.json", json.dumps(numbers, indent=1) + "\n")
-        print(text)
-        raise SystemExit(0)
-
-    # -------------------------------------------------------------------------------------------------------------------------------
     # The run folder, the tasks, the teacher
     ranks = setup()
     tasks = [task for path in args.tasks for task in load_tasks(path)]
     tasks = tasks[:args.limit or len(tasks)]
     result = "tasks.jsonl" if args.pass_filter else "report.md"
     local = not served and args.teacher != "scripted"
-    config = run_config(args, [*args.tasks, args.corpus, *([args.teacher] if local else [])], ignore=("workers", "cost", "model"))
+    config = run_config(args, [*args.tasks, args.corpus, *([args.teacher] if local else [])], ignore=("workers",))
     if start_run(out, config, args.fresh, result, owns=("traces.jsonl", "sft.jsonl", "funnel.json", "progress")) == "done":
+        shutil.rmtree(out / "progress", ignore_errors=True)
         print(f"{out / result} is there: done, --fresh to redo")
         teardown()
         raise SystemExit(0)

@@ -21,9 +21,11 @@ import pytest
 import torch
 
 from coa_format import ROLES, TOOLS, check, find_answer, observation, parse
+from bench.bench_distill import trace_cost
 from data.scripted import Scripted
-from distill import (Step, Teacher, Trace, chain_steps, complexity, corrected, cost_report, error_correction, interactions, parse_arguments, pass_filter,
-                     progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain, trace_cost)
+from distill import (Step, Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
+                     progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain)
+from llm import LLMError
 from model import PRESETS, InputError, Transformer, save_model, train_tokenizer
 from parallel import Ranks
 from tasks import Task, grade
@@ -189,6 +191,19 @@ def test_an_endless_team_stops_at_the_cap():
     assert end == "cap" and len(steps) == 9
 
 
+def test_a_request_too_long_for_the_server_ends_its_episode_and_a_server_that_is_gone_the_run():
+    def server(problem):
+        def chat(role, messages):
+            if len(messages) > 3:
+                raise LLMError(f"http://x/v1/chat/completions (m): {problem}, after 1 attempt")
+            return "Query: Karo" if role == "searcher" else "Plan: a"
+        return chat
+    steps, end = Teacher(server("HTTP 400: maximum context length is 8"), World(), "Q?", "mhqa").solve()
+    assert end == "refused" and len(steps) == 2
+    with pytest.raises(LLMError):
+        Teacher(server("ConnectionError: refused"), World(), "Q?", "mhqa").solve()
+
+
 def test_a_reply_without_any_move_is_a_handover_not_a_crash():
     steps, end = Teacher(lambda role, messages: "", World(), "Q?", "mhqa", max_acts=5).solve()
     assert end == "cap" and all(s["tag"] is None for s in steps)
@@ -335,7 +350,7 @@ def test_cost_counts_a_private_history_again_at_every_call():
     Teacher(recording(Scripted(TWO_HOPS, team("mhqa"), mistakes=0, reflect=0), log), World(), TWO_HOPS.question, "mhqa").solve()
     for _, messages, reply in log:
         total += sum(len(m["content"].split()) for m in messages) + len(reply.split())
-    assert cost["team"] == total and cost["calls of the team"] == len(log) and cost["tool calls"] == 2
+    assert cost["team"] == total and cost["calls"] == len(log) and cost["tool calls"] == 2
     assert cost["chain"] < cost["chain, resent"]
 
 
@@ -466,7 +481,7 @@ class ScriptedServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         cls = type(self)
         if cls.count == cls.dies_after:
-            self.send_error(400, "gone")
+            self.send_error(401, "gone")
             return
         cls.count += 1
         reply = cls.replies[json.dumps(body["messages"])]
@@ -508,7 +523,7 @@ def test_server_teacher_pays_once_survives_the_server_and_gives_the_scripted_rec
     traces = [json.loads(line) for line in (tmp_path / "out/traces.jsonl").read_text().splitlines()]
     assert {t["id"]: t["chain"] for t in traces} == {f"{t.id}-0": t.chain for t in direct}
     assert "reads the solution" not in traces[0]["teacher"]
-    numbers = run_script(tmp_path, "--cost", "--out", "out", "--model", write_model(tmp_path))[0]
+    numbers = run_script(tmp_path, "--out", "out", "--model", write_model(tmp_path), script="bench/bench_distill.py")[0]
     assert f"{len(log)} calls, {10 * len(log)} prompt" in numbers
 
 
