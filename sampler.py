@@ -1,7 +1,7 @@
 """Rollouts: many chain-of-agents episodes at once over one KV cache, ids in, ids out.
 
 An episode is one growing list of token ids. The model samples until it closes a tool call; the tool's result is appended as an observation
-and the model goes on (paper section 2.2: one model plays every agent, the environment only fills in observations). Beside each id stand who wrote it
+and the model goes on (arXiv 2508.13167, eq. 4: one model plays every agent, the environment only fills in o_t). Beside each id stand who wrote it
 (`source`: prompt, sampled, environment) and the log-probability it was sampled with, so that training needs no second look at any text.
 
 The cache has `slots` rows, kept in this order (the heart of the file):
@@ -17,11 +17,12 @@ The cache has `slots` rows, kept in this order (the heart of the file):
 Every row keeps one id that the cache has not seen (its newest); the next decode step feeds it. So prefill never samples, and no token is computed twice.
 
 Noise is one uniform number a token, a pure function of (seed, step, task id, sample, position). With `deterministic` (default on CPU) scheduling too is a
-function of the seed: a parked row rejoins `delay` decode steps after its call, the sampler waiting if the tool is later. Otherwise it rejoins when the
+function of the seed: a parked row rejoins `delay` decode steps after its call (at the next step when rows join), the sampler waiting if the tool is later. Otherwise it rejoins when the
 tool is done. (Numbers differ by rounding, about 1e-7, between batches of different shape; a run that repeats has the same batches.)
 
-Left out on purpose: CUDA graphs (decode() is the one function to capture, its shapes depend on the number of live rows alone), paged KV (rows
-are of equal size: memory is known before the run starts), tensor parallelism, speculative decoding.
+Left out on purpose: CUDA graphs (decode() is the one function to capture; its shapes depend on the number of live rows alone, and it may safely be run on
+a few rows more, since what it writes behind a parked row is overwritten), paged KV (rows are of equal size: memory is known before the run starts),
+tensor parallelism, speculative decoding.
 
     toolbox = make_toolbox(args); sampler = Sampler(model, tokenizer, toolbox, slots=64)
     episodes = sampler.rollout([Request(ids, "mhqa", task_id, sample) for sample in range(8)])
@@ -44,7 +45,7 @@ import torch
 from coa_format import (ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, find_answer, find_calls, observation, parse)
 from model import InputError, KVCache
 
-JOIN_EVERY = 4  # rows join a batch of decoding rows only every so many steps, so that several are prefilled together
+JOIN_EVERY = 4  # while others decode, rows join only every so many steps: several are prefilled in one batch
 END_REASONS = ("answered", "eos", "turn_cap", "token_cap", "deadline", "violation")
 
 
@@ -258,9 +259,13 @@ class Sampler:
         return self.episodes
 
     def _start(self, requests, stops, sampling, step, on_text):
-        totals = [min(r.limits.total_tokens or self.max_len, self.max_len) for r in requests]
-        bound = max([1] + [min(total, len(r.prompt_ids) + r.limits.new_tokens) if r.limits.turns == 1 else total
-                           for r, total in zip(requests, totals)])
+        """A fresh cache and empty tables for these requests."""
+        bound = 1  # the longest that any of them can become
+        for request in requests:
+            if not request.prompt_ids:
+                raise InputError(f"request {request.task_id}: the prompt is empty")
+            total = min(request.limits.total_tokens or self.max_len, self.max_len)
+            bound = max(bound, total if request.profile else min(total, len(request.prompt_ids) + request.limits.new_tokens))
         self.rows = max(1, min(self.slots, len(requests)))
         self.cache = KVCache(self.model.config, self.rows, bound, self.dtype, self.device)
         self.run_stops, self.sampling, self.step_key, self.on_text = stops, sampling, step, on_text
