@@ -61,7 +61,9 @@ class Web:
             raise FetchError("this address is not on the public internet")
         for number, address in enumerate(addresses, 1):
             try:
-                return socket.create_connection((address, port), timeout)
+                sock = socket.create_connection((address, port), timeout / len(addresses))
+                sock.settimeout(timeout)
+                return sock
             except OSError:
                 if number == len(addresses):
                     raise
@@ -72,14 +74,13 @@ def is_public(address: str) -> bool:
     """False for private, loopback, link-local, shared, multicast, reserved and cloud-metadata addresses, however IPv6 may wrap an IPv4 one."""
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 6:
-        inner = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in ipaddress.ip_network("64:ff9b::/96") or int(ip) < 1 << 32:               # NAT64, and the old IPv4-compatible form
-            inner.append(ipaddress.ip_address(int(ip) & 0xFFFFFFFF))
-        if any(part is not None and not is_public(str(part)) for part in inner):
-            return False
-        if ip.ipv4_mapped:
-            return True
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified) and str(ip) != "168.63.129.16"       # Azure's metadata
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
+        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):                  # NAT64
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    no = ip.is_multicast or ip.is_reserved or ip.is_unspecified or getattr(ip, "is_site_local", False) or str(ip) == "168.63.129.16"      # Azure's metadata
+    return ip.is_global and not no
 
 
 def fetch(url: str, web: Web, deadline: float, accept=READABLE, max_bytes: int = PAGE_BYTES):

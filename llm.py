@@ -85,20 +85,18 @@ class LLM:
         self.base_url, self.model, self.timeout, self.attempts, self.prices, self.backoff = base_url.rstrip("/"), model, timeout, attempts, prices, backoff
         self.cache = Cache(cache_path) if cache_path else None
         self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
-        self.session = requests.Session()
-        self.session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
-        self.session.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
+        self.session = http_session(concurrency)
         self.usage = dict(prompt_tokens=0, completion_tokens=0, calls=0, cache_hits=0, retries=0, errors=0, cost=0.0)
 
     def chat(self, messages: list, **sampling) -> str:
         """The assistant's text for OpenAI-style messages; sampling: temperature, max_tokens, top_p, stop, seed, ... Raises LLMError."""
         answer = self._post("/chat/completions", {"messages": messages, **sampling})
-        return first_choice(answer)["message"].get("content") or ""
+        return answer["choices"][0]["message"].get("content") or ""
 
     def complete(self, prompt: str, stop=(), **sampling) -> Completion:
         """Raw continuation of prompt up to one of the stop strings. Raises LLMError."""
         answer = self._post("/completions", {"prompt": prompt, **({"stop": list(stop)} if stop else {}), **sampling})
-        choice = first_choice(answer)
+        choice = answer["choices"][0]
         reason = choice.get("stop_reason", choice.get("matched_stop"))
         return Completion(choice["text"], choice.get("finish_reason") or "", reason if isinstance(reason, str) else None, answer.get("usage") or {})
 
@@ -140,6 +138,15 @@ class LLM:
             self.cache.close()
 
 
+def http_session(connections: int) -> requests.Session:
+    """A session for that many simultaneous requests. Its auth hook does nothing: without one, requests lets ~/.netrc replace the key."""
+    session = requests.Session()
+    session.auth = lambda request: request
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=connections))
+    return session
+
+
 def post_json(session: requests.Session, url: str, body: dict, headers: dict, check, timeout: float, attempts: int, backoff: float,
               deadline: float = float("inf"), on_retry=lambda: None):
     """check(reply's JSON) of a POST, tried up to `attempts` times: after 408, 409, 425, 429, 5xx, a timeout, a lost connection or a reply that check (or the JSON
@@ -173,15 +180,15 @@ def retry_after(value) -> float:
         return 0.0
 
 
-def check_answer(answer: dict) -> dict:
-    """A completion object, or ValueError."""
-    if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
-        raise ValueError(f"no choices in the answer: {str(answer)[:200]}")
-    return answer
-
-
-def first_choice(answer: dict) -> dict:
-    return answer["choices"][0]
+def check_answer(answer) -> dict:
+    """A reply whose first choice has a message or a text; ValueError otherwise."""
+    try:
+        choice = answer["choices"][0]
+        if isinstance(choice["message"] if "message" in choice else choice["text"], (dict, str)):
+            return answer
+    except (KeyError, IndexError, TypeError):
+        pass
+    raise ValueError(f"no completion in the answer: {str(answer)[:200]}")
 
 
 if __name__ == "__main__":

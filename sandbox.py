@@ -384,7 +384,8 @@ def lock(path: str, flags: int, device: bool = False):
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # The caller's side.
 
-slots = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
+SLOTS = 2 * (os.cpu_count() or 1)                        # calls at a time in this process
+slots = threading.BoundedSemaphore(SLOTS)
 start_lock = threading.Lock()
 state = {"kind": None, "reason": "", "server": None, "connection": None, "pid": 0, "unsafe": False}
 

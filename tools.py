@@ -28,13 +28,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import requests
-
 import sandbox
 from coa_format import code_blocks
 from corpus import Store, split_passages
 from fetch import BLOCKED, PAGE_SECONDS, FetchError, Web, fetch, page_text
-from llm import LLM, Cache, LLMError, post_json
+from llm import LLM, Cache, LLMError, http_session, post_json
 from model import InputError, exit_on_input_error
 
 
@@ -64,7 +62,7 @@ class WikiSearch:
 
     def __init__(self, store: Store | None = None, topk: int = 2, url: str | None = None, attempts: int = 10, backoff: float = 0.5):
         self.store, self.topk, self.url, self.attempts, self.backoff = store, topk, url, attempts, backoff
-        self.http = http_session() if url else None
+        self.http = http_session(64) if url else None
 
     def run(self, argument: str, context: Context) -> str:
         if self.store and not self.url:
@@ -105,7 +103,7 @@ class WebSearch:
 
     def __init__(self, store: Store | None = None, topk: int = 3, url: str | None = None, cache: Cache | None = None, blocked: tuple = BLOCKED, snippet: int = 300):
         self.store, self.topk, self.url, self.cache, self.snippet = store, topk, url, cache, snippet
-        self.web, self.http = Web(blocked), http_session() if url else None
+        self.web, self.http = Web(blocked), http_session(64) if url else None
 
     def run(self, argument: str, context: Context) -> str:
         if self.store and not self.url:
@@ -255,13 +253,6 @@ class VisualInspector:
         self.llm.close()
 
 
-def http_session() -> requests.Session:
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=64))
-    return session
-
-
 def close_all(*things):
     for thing in things:
         if thing is not None:
@@ -273,7 +264,7 @@ class Code:
     name, description, guard = "code", "Run a Python program (fence py, optional stdin in a fence sh); print what you want to see.", None
 
     def __init__(self, limits: sandbox.Limits = sandbox.Limits(), output_chars: int = 1536):
-        self.limits, self.output_chars = limits, output_chars
+        self.limits, self.output_chars, self.concurrency = limits, output_chars, sandbox.SLOTS
 
     def run(self, argument: str, context: Context) -> str:
         code, stdin = code_blocks(argument)
@@ -304,17 +295,18 @@ COUNTS = ("calls", "errors", "timeouts", "cache_hits", "repeats", "seconds")
 
 
 class ToolBox:
-    """Runs calls of many episodes on `workers` threads, each within timeout seconds; output longer than output_chars is cut with a notice. unavailable: every
-    call is answered "tool unavailable" (--no-tools). A call that overstays is answered for it; its thread is given up and replaced."""
+    """Runs calls of many episodes, at most `workers` of one tool at a time (fewer where the tool says so: `concurrency`), each within timeout seconds from its start;
+    output longer than output_chars is cut with a notice. unavailable: every call is answered "tool unavailable" (--no-tools). A call that overstays is answered for
+    it; its thread is given up and replaced."""
 
     def __init__(self, tools, timeout: float = 30.0, workers: int = 32, output_chars: int = 20_000, unavailable: bool = False):
         self.tools = {tool.name: tool for tool in tools}
         self.timeout, self.output_chars, self.unavailable, self.closed = timeout, output_chars, unavailable, False
         self.counts = {name: dict(calls=0, errors=0, timeouts=0, cache_hits=0, repeats=0, seconds=0.0) for name in self.tools}
-        self.lock, self.changed = threading.Lock(), threading.Condition()
-        self.jobs, self.running, self.threads = queue.SimpleQueue(), [], set()        # running: heap of (deadline, id, job) for the watcher
-        for target in [self._watch] + [self._work] * workers:
-            self._start(target)
+        self.crews = {name: Crew(min(workers, getattr(tool, "concurrency", workers))) for name, tool in self.tools.items()}
+        self.lock, self.changed, self.running = threading.Lock(), threading.Condition(), []                # running: heap of (deadline, id, job) for the watcher
+        self.watcher = threading.Thread(target=self._watch, daemon=True, name="toolbox")
+        self.watcher.start()
 
     def session(self, question: str) -> "Session":
         return Session(self, question)
@@ -332,20 +324,24 @@ class ToolBox:
     def submit(self, tool, argument: str, context: Context) -> Future:
         if self.closed:
             raise RuntimeError("the tool box is closed")
-        job = Job(tool, argument, context, Future())
+        job, crew = Job(tool, argument, context, Future()), self.crews[tool.name]
         job.future.set_running_or_notify_cancel()         # cannot be cancelled from here on
-        self.jobs.put(job)
+        with self.lock:
+            crew.unfinished += 1
+            self._hire(crew)
+        crew.jobs.put(job)
         return job.future
 
-    def _start(self, target):
-        thread = threading.Thread(target=target, daemon=True, name="toolbox")
-        with self.lock:
-            self.threads.add(thread)
-        thread.start()
+    def _hire(self, crew: "Crew"):
+        """Starts a thread if there are more calls than threads; the lock is held."""
+        if len(crew.threads) < min(crew.limit, crew.unfinished):
+            thread = threading.Thread(target=self._work, args=[crew], daemon=True, name="toolbox")
+            crew.threads.add(thread)
+            thread.start()
 
-    def _work(self):
-        while (job := self.jobs.get()) is not None:
-            job.context.deadline = time.monotonic() + self.timeout
+    def _work(self, crew: "Crew"):
+        while (job := crew.jobs.get()) is not None:
+            job.context.deadline, job.thread = time.monotonic() + self.timeout, threading.current_thread()
             with self.changed:
                 heapq.heappush(self.running, (job.context.deadline, id(job), job))
                 self.changed.notify()
@@ -355,15 +351,20 @@ class ToolBox:
                 print(f"tool {job.tool.name} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 text = Failure(f"The tool failed: {type(error).__name__}.")
             if not self._finish(job, text):
-                return                                    # overstayed: answered by the watcher, who has also started another thread
+                return                                    # overstayed: answered and replaced by the watcher
 
-    def _finish(self, job: "Job", text: str, timeouts: int = 0) -> bool:
+    def _finish(self, job: "Job", text: str, overstayed: bool = False) -> bool:
         """Answers the job unless the other side (worker or watcher) has."""
+        crew = self.crews[job.tool.name]
         with self.lock:
             if job.done:
                 return False
             job.done = True
-        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not timeouts), timeouts=timeouts, cache_hits=int(job.context.cached),
+            crew.unfinished -= 1
+            if overstayed:
+                crew.threads.discard(job.thread)
+                self._hire(crew)
+        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not overstayed), timeouts=int(overstayed), cache_hits=int(job.context.cached),
                    seconds=time.monotonic() - job.context.deadline + self.timeout)
         job.future.set_result(type(text)(cut(text, self.output_chars)))
         return True
@@ -374,28 +375,30 @@ class ToolBox:
             with self.changed:
                 while self.running and self.running[0][2].done:
                     heapq.heappop(self.running)
-                if self.closed and not self.running:
+                if self.closed and not any(crew.unfinished for crew in self.crews.values()):
                     return
                 wait = self.running[0][0] + 1.0 - time.monotonic() if self.running else 1.0
                 if wait > 0:
                     self.changed.wait(min(wait, 1.0))
                     continue
                 job = heapq.heappop(self.running)[2]
-            if self._finish(job, Failure(f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."), timeouts=1):
-                self._start(self._work)
+            self._finish(job, Failure(f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."), overstayed=True)
 
     def close(self):
         """Lets queued and running calls end, each by its deadline, then ends the threads and closes the tools."""
         if self.closed:
             return
         self.closed = True
-        for _ in range(len(self.threads)):
-            self.jobs.put(None)
+        while any(crew.unfinished for crew in self.crews.values()):
+            time.sleep(0.005)
         with self.changed:
             self.changed.notify()
-        overstayed = time.monotonic() + self.timeout + 2.0
-        for thread in list(self.threads):
-            thread.join(max(0.0, overstayed - time.monotonic()))
+        self.watcher.join()
+        for crew in self.crews.values():
+            for _ in crew.threads:
+                crew.jobs.put(None)
+            for thread in crew.threads:
+                thread.join()
         for tool in self.tools.values():
             getattr(tool, "close", lambda: None)()
 
@@ -406,6 +409,13 @@ class ToolBox:
         self.close()
 
 
+class Crew:
+    """The threads of one tool, hired as needed up to limit, and the calls waiting for them."""
+
+    def __init__(self, limit: int):
+        self.limit, self.unfinished, self.threads, self.jobs = limit, 0, set(), queue.SimpleQueue()
+
+
 @dataclass
 class Job:
     tool: object
@@ -413,6 +423,7 @@ class Job:
     context: Context
     future: Future
     done: bool = False
+    thread: threading.Thread | None = None
 
 
 class Session:
