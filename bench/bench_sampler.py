@@ -1,0 +1,220 @@
+"""How fast rollouts are, next to what one would write with transformers: same weights, prompts, lengths and machine, one run.
+
+    python bench/bench_sampler.py                       # everything, tiny-1m and tiny-5m: about half an hour on 2 cores
+    python bench/bench_sampler.py --model data/smollm2  # another checkpoint beside them (a Hugging Face directory)
+    python bench/bench_sampler.py --quick --only sampler_ten_turns
+
+sampler_single_turn  64 prompts, output lengths 16 to 256 (a batch of generate() decodes every row until the longest ends), and equal lengths.
+                     Peers: transformers generate(), the better of its dynamic and static cache; generate_batch() beside it.
+sampler_ten_turns    tool episodes, prompt 1,000 ids, ten turns of 30 sampled and 200 observed, 32 at once in groups of 8, instant tools.
+                     Peers: generate() on the whole batch turn by turn; generate() episode by episode. Both prefill the history again each turn.
+sampler_slow_tools   256 of these episodes over 64 slots with tools of 0 to 1 s, against the same with instant tools (seconds).
+
+Random weights: what is sampled does not matter here, and the lengths are dictated to both sides. Each line ends in one JSON object.
+`share` is ours' share of the hardware's limit: needed FLOP or bytes, whichever takes the measured peak longer, over the time taken.
+"""
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import numpy as np
+import torch
+
+from coa_format import ROLES, TOOLS, encode_text
+from model import PRESETS, Transformer, exit_on_input_error, load_model, load_tokenizer, save_model, train_tokenizer
+from sampler import Limits, Request, Sampler
+
+
+class ScriptedSampler(Sampler):
+    """Samples as ever, then puts the dictated tokens where a turn of `turn_len` ids must begin and end: a call, on the last turn an answer."""
+
+    def script(self, turn_len, turns):
+        def turn(tag):
+            head, tail = encode_text(f"<{tag}>", self.tokenizer), encode_text(f"</{tag}>", self.tokenizer)
+            plain = encode_text("a", self.tokenizer)[0]
+            return np.array(head + [plain] * (turn_len - len(head) - len(tail)) + tail)
+        self.turns = np.stack([turn("wiki_search")] * (turns - 1) + [turn("answer")])  # (turns, turn_len)
+
+    def decode(self, last, uniforms, live):
+        out = super().decode(last, uniforms, live)
+        lanes = self.lane_of[:live]
+        now = np.array([(self.running[lane].turn - 1, self.pos[lane] - self.running[lane].turn_start) for lane in lanes])
+        out[0] = torch.from_numpy(self.turns[now[:, 0], now[:, 1]]).to(out)
+        return out
+
+
+class Tools:
+    """A tool box whose one tool answers with `ids_len` ids of text, at once or after a random time up to `seconds`."""
+    tools = {"wiki_search": None}
+
+    def __init__(self, tokenizer, ids_len, seconds=0.0):
+        frame = len(encode_text("\n<observation>\n\n</observation>\n\n", tokenizer))
+        self.text = tokenizer.decode(encode_text("ab " * ids_len, tokenizer)[:ids_len - frame])
+        self.seconds, self.rng = seconds, random.Random(0)
+
+    def counters(self):
+        return {}
+
+    def session(self, question):
+        return self
+
+    def submit(self, name, argument, thought=""):
+        future = Future()
+        if self.seconds:
+            timer = threading.Timer(self.rng.random() * self.seconds, future.set_result, [self.text])
+            timer.daemon = True
+            timer.start()
+        else:
+            future.set_result(self.text)
+        return future
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------------
+# peers
+
+def generate(theirs, prompts, lengths, cache="dynamic"):
+    """transformers generate() on one left-padded batch; row i counts lengths[i] ids, and the call ends when the last row has its own. -> seconds"""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    goals = torch.tensor(lengths)
+
+    class Enough(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            return ids.shape[1] - width >= goals
+
+    began = time.perf_counter()
+    out = theirs.generate(ids, attention_mask=mask, max_new_tokens=max(lengths), do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0,
+                          stopping_criteria=StoppingCriteriaList([Enough()]), cache_implementation=None if cache == "dynamic" else cache)
+    assert out.shape[1] == width + max(lengths)
+    return time.perf_counter() - began
+
+
+def generate_batch(theirs, prompts, lengths):
+    """transformers' continuous batching, each request to its own length, its cache sized to what they need. -> seconds, start and stop left out"""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    pages = sum(-(-(len(prompt) + length) // 32) for prompt, length in zip(prompts, lengths))
+    batching = ContinuousBatchingConfig(page_size=32, num_blocks=pages + 8, max_batch_tokens=2048, max_requests_per_batch=len(prompts))
+    sampling = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    with theirs.continuous_batching_context_manager(sampling, continuous_batching_config=batching, warmup=False, timeout=5) as manager:
+        began, done = time.perf_counter(), 0
+        for prompt, length in zip(prompts, lengths):
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        while done < sum(lengths) and manager.is_running():
+            result = manager.get_result(timeout=1)
+            done += len(result.generated_tokens) if result and result.is_finished() else 0
+        assert done == sum(lengths), f"generate_batch stopped after {done} of {sum(lengths)} tokens"
+        return time.perf_counter() - began
+
+
+def turn_by_turn(theirs, prompts, turns, sampled, observed):
+    """The batched loop: every turn generate()s from the whole history, which is prefilled again. -> seconds"""
+    began, histories = time.perf_counter(), [list(prompt) for prompt in prompts]
+    for _ in range(turns):
+        generate(theirs, histories, [sampled] * len(histories))
+        for history in histories:
+            history += [1] * (sampled + observed)
+    return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------------
+# benches
+
+def line(bench, ours, peer, setting, unit="tokens/s", higher_is_better=True, **more):
+    ratio = ours / peer if higher_is_better else peer / ours
+    print(f"{bench:20} {setting:80} ours {ours:9.1f}  peer {peer:9.1f} {unit}  ratio {ratio:.2f}", flush=True)
+    print(json.dumps({"bench": bench, "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(ratio, 3), "unit": unit, "setting": setting, **more}), flush=True)
+
+
+def bench_single_turn(name, model, theirs, tokenizer, args):
+    rng, vocabulary = random.Random(0), min(len(tokenizer), model.config.vocab_size)
+    n, longest = (8, 24) if args.quick else (64, 256)
+    prompts = [[rng.randrange(vocabulary) for _ in range(rng.randint(16, 96))] for _ in range(n)]
+    for kind in ("mixed", "equal"):
+        lengths = [round(longest / 16 + (longest - longest / 16) * i / (n - 1)) for i in range(n)] if kind == "mixed" else [longest // 2] * n
+        rng.shuffle(lengths)
+        sampler = Sampler(model, tokenizer, slots=n, max_len=96 + longest)
+        sampler.eos = set()  # random weights would end at random
+        sampler.generate(prompts[:2], 4, temperature=1.0)
+        best = min((sampler.generate(prompts, lengths, temperature=1.0) and sampler.stats["rollout_seconds"] for _ in range(args.repeat)))
+        share, useful = sampler.limit_share(), sum(lengths)
+        setting = f"{name}, {n} requests, {min(lengths)} to {max(lengths)} new ids"
+        times = {}
+        for cache in ("dynamic", "static"):
+            times[cache] = min(generate(theirs, prompts, lengths, cache) for _ in range(args.repeat))
+        cache = min(times, key=times.get)
+        line("sampler_single_turn", useful / best, useful / times[cache], f"{setting}; generate(), {cache} cache", share=round(share, 3))
+        line("sampler_single_turn", useful / best, useful / generate_batch(theirs, prompts, lengths), f"{setting}; generate_batch()")
+
+
+def bench_ten_turns(name, model, theirs, tokenizer, args):
+    n, group, prompt_len, turns, sampled, observed = (4, 2, 60, 3, 12, 40) if args.quick else (32, 8, 1000, 10, 30, 200)
+    rng, vocabulary = random.Random(1), min(len(tokenizer), model.config.vocab_size)
+    prompts = [[rng.randrange(vocabulary) for _ in range(prompt_len)] for _ in range(n // group)]
+    limits = Limits(turns=turns, new_tokens=sampled)
+    requests = [Request(prompts[i // group], "mhqa", str(i // group), i % group, limits) for i in range(n)]
+    sampler = ScriptedSampler(model, tokenizer, Tools(tokenizer, observed), slots=n, max_len=prompt_len + turns * (sampled + observed) + 8)
+    sampler.script(sampled, turns)
+    episodes = sampler.rollout(requests)
+    assert all(e.turns == turns and e.end_reason == "answered" for e in episodes)
+    seconds, share, useful = sampler.stats["rollout_seconds"], sampler.limit_share(), n * turns * sampled
+    setting = f"{name}, {n} episodes in groups of {group}, prompt {prompt_len}, {turns} turns of {sampled} + {observed} ids"
+    everyone = [prompts[i // group] for i in range(n)]
+    line("sampler_ten_turns", useful / seconds, useful / turn_by_turn(theirs, everyone, turns, sampled, observed), f"{setting}; batched loop", share=round(share, 3))
+    few = 1 if args.quick else 2
+    alone = sum(turn_by_turn(theirs, [prompt], turns, sampled, observed) for prompt in everyone[:few]) / few
+    line("sampler_ten_turns", useful / seconds, turns * sampled / alone, f"{setting}; loop by episode (mean of {few})")
+
+
+def bench_slow_tools(name, model, theirs, tokenizer, args):
+    n, slots, prompt_len, turns, sampled, observed = (8, 4, 60, 3, 12, 40) if args.quick else (256, 64, 1000, 10, 30, 200)
+    rng, vocabulary = random.Random(1), min(len(tokenizer), model.config.vocab_size)
+    prompts = [[rng.randrange(vocabulary) for _ in range(prompt_len)] for _ in range(n // 4)]
+    requests = [Request(prompts[i // 4], "mhqa", str(i // 4), i % 4, Limits(turns=turns, new_tokens=sampled)) for i in range(n)]
+    seconds = {}
+    for slowest in (0.0, 1.0):
+        sampler = ScriptedSampler(model, tokenizer, Tools(tokenizer, observed, slowest), slots=slots,
+                                  max_len=prompt_len + turns * (sampled + observed) + 8, deterministic=False)
+        sampler.script(sampled, turns)
+        assert all(e.end_reason == "answered" for e in sampler.rollout(requests, progress=True))
+        seconds[slowest] = sampler.stats["rollout_seconds"]
+    setting = f"{name}, {n} episodes over {slots} slots, prompt {prompt_len}, {turns} turns of {sampled} + {observed} ids; tools of 0 to 1 s against instant ones"
+    line("sampler_slow_tools", seconds[1.0], seconds[0.0], setting, unit="s", higher_is_better=False, waited_seconds=round(sampler.stats["tool_wait_seconds"], 2))
+
+
+BENCHES = {"sampler_single_turn": bench_single_turn, "sampler_ten_turns": bench_ten_turns, "sampler_slow_tools": bench_slow_tools}
+
+if __name__ == "__main__":
+    exit_on_input_error()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", help="preset of model.py or Hugging Face directory; several times (default: tiny-1m, tiny-5m)")
+    parser.add_argument("--only", action="append", choices=BENCHES, help="just this bench; several times")
+    parser.add_argument("--repeat", type=int, default=2, help="single turn: best of so many runs, for both sides")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; the ratios mean nothing")
+    args = parser.parse_args()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    tags = [f"<{slash}{tag}>" for tag in (*ROLES, *TOOLS, "observation", "answer") for slash in ("", "/")]
+    for name in args.model or ["tiny-1m", "tiny-5m"]:
+        with tempfile.TemporaryDirectory() as folder:
+            if name in PRESETS:
+                tokenizer = train_tokenizer(["Kathmandu is the capital of Nepal."] * 9, 330, tags)
+                model = Transformer(dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer)))
+                save_model(model, tokenizer, folder)
+            else:
+                model, tokenizer, folder = load_model(name), load_tokenizer(name), name
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            parameters = f"{Path(name).name} ({sum(p.numel() for p in model.parameters()) / 1e6:.1f}M)"
+            for bench in args.only or BENCHES:
+                BENCHES[bench](parameters, model, theirs, tokenizer, args)
