@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_NEEDS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 BUCKET = 64     # a decode step attends to the longest row's length rounded up to this
-CHUNK = 1024    # positions whose logits exist at one time in token_logprobs
+CHUNK = 512     # positions whose logits exist at one time in token_logprobs
 SHARD_SIZE = "5GB"
 
 
@@ -78,7 +78,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
-        """Read a config.json, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`); InputError names what is not supported."""
+        """Read a config.json, old (`rope_scaling`) or new (`rope_parameters`) spelling. InputError names what is not supported."""
         def expect(key, value, allowed):
             if value not in allowed:
                 raise InputError(f"config.json: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
@@ -92,8 +92,8 @@ class ModelConfig:
         rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
         expect("rope_type", rope["rope_type"], list(ROPE_NEEDS))
         needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        if absent := [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]:
-            raise InputError(f"config.json: field {absent[0]!r} is missing")
+        for key in [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]:
+            raise InputError(f"config.json: field {key!r} is missing")
         own = {f.name for f in fields(cls)}
         given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
                  **{key: value for key, value in hf.items() if key in own and value is not None}}
@@ -126,29 +126,22 @@ class Transformer(nn.Module):
         self.config = config
         self.generation_config: dict = {}        # generation_config.json, kept for saving
         self.checkpointing = False               # True: training recomputes each block in backward
-        self.rope_table = torch.empty(0, 0)      # cos and sin, grown on demand; not a buffer, so that it survives meta init and .to(bf16)
+        self.rope_table = torch.empty(0, 0)      # cos and sin, grown on demand; no buffer, so that meta init and .to(bf16) leave it alone
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.apply(self.init_weights)
+        for name, parameter in self.named_parameters():       # variance-preserving; blocks write small into the residual stream
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                blocks = 2 * config.num_hidden_layers if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                nn.init.normal_(parameter, std=0.02 if name == "embed_tokens.weight" else (blocks * parameter.shape[1]) ** -0.5)
 
-    def init_weights(self, module: nn.Module):
-        """Variance-preserving: std 1/sqrt(fan_in), smaller by sqrt(2 L) where a block writes into the residual stream."""
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features ** -0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, Block):
-            for out in (module.self_attn.o_proj, module.mlp.down_proj):
-                nn.init.normal_(out.weight, std=(2 * self.config.num_hidden_layers * out.in_features) ** -0.5)
-
-    def forward(self, ids: Tensor, cache: "KVCache | None" = None, lengths=None, segments: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: "KVCache | None" = None, lengths=None, segments=None) -> Tensor:
         """ids (B, T) -> hidden (B, T, D) after the final norm. Rows are right-padded; what stands at padded positions means nothing.
 
-        cache: B rows (see `KVCache.view`); row b's new tokens are written and positioned after what it holds, no gradient.
+        cache: B rows (see `KVCache.view`); row b's new tokens are written and positioned after what it holds. No gradient then.
         lengths: how many of the T tokens of each row are real, as a list or a CPU tensor (B,); None = all. Only a cache needs it:
             without one, causal attention already keeps real tokens from seeing the padding on their right.
         segments (B, T): several texts in a row; attention stays within equal ids, positions restart at each. Not with a cache.
@@ -170,9 +163,10 @@ class Transformer(nn.Module):
                     x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
                 else:
                     x = layer(x, cos, sin, mask, cache)
+            x = self.norm(x)
         if cache is not None:
             cache.advance()
-        return self.norm(x)
+        return x
 
     @property
     def head_weight(self) -> Tensor:                                            # (V, D)
@@ -182,7 +176,7 @@ class Transformer(nn.Module):
         """hidden (..., D) -> logits (..., V), fp32 (float64 for a float64 model)."""
         return matmul_fp32(hidden.reshape(-1, hidden.shape[-1]), self.head_weight.T).view(*hidden.shape[:-1], -1)
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0, entropy: bool = False):
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, mask: Tensor, temperature=1.0, entropy=False):
         """log p(targets[b, t] | hidden[b, t]) -> (B, T), fp32 or float64, 0 where mask is False; nats.
 
         hidden (B, T, D); targets (B, T): the token that follows position t (the caller shifts); mask (B, T) bool: trained positions.
@@ -321,15 +315,14 @@ class TokenLogprobs(torch.autograd.Function):
             rows = slice(i, i + CHUNK)
             h, t, g = hidden[rows], targets[rows, None], grad_logprobs[rows, None]
             logp = matmul_fp32(h, weight.T).div_(ctx.temperature)
-            logp.sub_(logp.logsumexp(-1, keepdim=True))
-            p = logp.exp()
-            grad_logits = (p * -g).scatter_add_(1, t, g)                 # (CHUNK, V): one-hot minus p, times g
-            if grad_entropies is not None:                               # dH/dlogit = -p (log p + H)
-                H = -(p * logp).sum(-1, keepdim=True)
-                grad_logits -= grad_entropies[rows, None] * p * (logp + H)
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
+            logp -= logp.logsumexp(-1, keepdim=True)                     # (CHUNK, V)
+            p, slope = logp.exp(), g                                     # d log p[t] / d logits = onehot(t) - p
+            if grad_entropies is not None:                               # dH / d logits = -p (log p + H)
+                slope = g + grad_entropies[rows, None] * (logp - (p * logp).sum(-1, keepdim=True))
+            grad_logits = p.mul_(-slope).scatter_add_(1, t, g).div_(ctx.temperature).to(weight.dtype)
             grad_hidden[rows] = matmul_fp32(grad_logits, weight).to(hidden.dtype)
             grad_weight += matmul_fp32(grad_logits.T, h)
+            del logp, p, grad_logits                                     # before the next chunk's are born
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -385,7 +378,7 @@ class KVCache:
         held, device = [self.host_lengths[row] for row in self.rows], self.lengths.device
         self.new = torch.as_tensor([T] * len(held) if lengths is None else lengths).tolist()
         if len(self.new) != len(held) or max(self.new) > T or max(map(sum, zip(held, self.new))) > self.max_len:
-            raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens holding {held} cannot take {self.new} more")
+            raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens that holds {held} cannot take {self.new}")
         t, slots = torch.arange(T, device=device), self.data.shape[4]
         positions = self.lengths[:, None] + t                                               # (B, T)
         is_real = t < torch.tensor(self.new, device=device)[:, None]
@@ -449,9 +442,8 @@ def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -
         with safe_open(path / file, "pt") as weights:
             found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
     spare = {name for name in found if name.endswith("inv_freq") or name == "lm_head.weight" and config.tie_word_embeddings}
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    wrong += [f"{name} is not expected" for name in found if name not in wanted and name not in spare]
-    wrong += [f"{name} is {found[name]}, expected {shape}" for name, shape in wanted.items() if found.get(name, shape) != shape]
+    wrong = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
+             for name in [*wanted, *(found.keys() - wanted.keys() - spare)] if found.get(name) != wanted.get(name)]
     if wrong:
         raise InputError(f"{path}: the weights do not fit config.json: {'; '.join(wrong)}")
     for file in files:
@@ -485,15 +477,14 @@ def save_model(model: Transformer, tokenizer, path, state_dict: dict | None = No
     if generation:
         (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
     (new / "config.json").write_text(json.dumps({**model.config.to_hf(), "dtype": dtype, "torch_dtype": dtype}, indent=2))
-    files = list(new.iterdir())
-    for file in files:
-        shutil.copymode(new / "config.json", file)    # safetensors writes its files readable by the owner only
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-    for file in files:
-        os.replace(file, path / file.name)
+    written, mode = [file.name for file in new.iterdir()], (new / "config.json").stat().st_mode
+    for name in written:
+        os.chmod(new / name, mode)                    # safetensors writes its files readable by the owner only
+        with open(new / name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new / name, path / name)
     for old in path.glob("model*.safetensors*"):      # shards that a smaller model no longer has
-        if old.name not in {file.name for file in files}:
+        if old.name not in written:
             old.unlink()
     new.rmdir()
 
