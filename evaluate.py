@@ -47,6 +47,9 @@ PRESETS = {   # the paper's evaluation (section 4.1.1, 4.2.1; turn caps from the
     "web": dict(turns=36, new_tokens=4096, total_tokens=32768, temperature=1.0, top_p=0.9, trim=True),
     "code": dict(turns=12, new_tokens=28672, total_tokens=32768, temperature=0.6, top_p=1.0)}
 
+WITHOUT_EFFECT = ("out", "fresh", "tasks", "limit", "subset", "agent", "model", "method", "preset", "ask", "check_report", "concurrency", "timeout", "tool_cache",
+                  "unsafe_code", "no_tools", "corpus")                  # on a stage's chains, or recorded otherwise
+
 # ----------------------------------------------------------------------------------------------------------------------------------
 # What a stage asks. Baselines are prompts: ReAct is a chain with thoughts and calls alone, direct has no tools.
 
@@ -263,7 +266,9 @@ def graded(tasks, chains, judge):
 
 
 def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
-    """Answer and grade the tasks of one stage, a chunk at a time: chunks are what ranks share out and what a resumed run finds done."""
+    """Answer and grade the tasks of one stage, a chunk at a time: chunks are what ranks share out and what a resumed run finds done.
+    open_stage() -> (answer(tasks, samples, temperature) -> chains, toolbox)."""
+    mark = time.monotonic()
     if start_run(folder, config, args.fresh, "scores.json", owns=("parts", "traces.jsonl")) == "done":
         return
     chunks = [tasks[i:i + args.chunk] for i in range(0, len(tasks), args.chunk)]
@@ -271,11 +276,10 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
     mine = [i for i in range(ranks.rank, len(chunks), ranks.world) if not parts[i].exists()]
     answer, toolbox = open_stage() if mine else (None, None)
     for i in mine:
-        started = time.monotonic()
         chains = answer(chunks[i], [0], 0.0) + (answer(chunks[i], range(1, args.samples + 1), args.temperature) if args.samples else [])
         rows = graded(chunks[i], chains, judge)
         write_jsonl(parts[i], rows)
-        spent = time.monotonic() - started
+        spent, mark = time.monotonic() - mark, time.monotonic()
         print(f"{folder.name:14} {i + 1:4} of {len(chunks)}: {len(chunks[i])} questions in {spent:.1f} s, right {mean(r['score'] for r in rows):.1%}", flush=True)
         if ranks.is_main:
             add_seconds(folder.parent, spent)
@@ -422,8 +426,7 @@ if __name__ == "__main__":
 
     # ------------------------------------------------------------------------------------------------------------------------------
     # Answer and grade
-    decides = ("seed", "samples", "temperature", "top_p", "prompt", "turns", "new_tokens", "total_tokens", "trim", "slots", "chunk", "declare", "judge", "judge_model",
-               "endpoint", "topk", "web_topk")
+    decides = {key: value for key, value in vars(args).items() if key not in WITHOUT_EFFECT}
     for name, path, method, with_tools, chosen in plan:
         def open_stage():
             toolbox = make_toolbox(argparse.Namespace(**{**vars(args), "no_tools": not with_tools}))
@@ -434,8 +437,8 @@ if __name__ == "__main__":
             model = load_model(path, dtype=torch.bfloat16 if on_gpu else torch.float32, device=ranks.device)
             sampler = Sampler(model, load_tokenizer(path), toolbox, slots=args.slots, max_len=args.total_tokens, seed=args.seed)
             return lambda *job: sampled_chains(sampler, args, method, *job), toolbox
-        config = {**{key: getattr(args, key) for key in decides}, "method": method, "tools": with_tools,
-                  "tasks": hashlib.sha256(repr(chosen).encode()).hexdigest(), "corpus": fingerprint(args.corpus),
+        config = {**decides, "method": method, "no_tools": not with_tools, "questions": hashlib.sha256(repr(chosen).encode()).hexdigest(),
+                  "corpus": fingerprint(args.corpus) if Path(args.corpus).exists() else args.corpus,
                   "model": path if args.endpoint else fingerprint(local_directory(path))}
         run_stage(out / name, config, chosen, open_stage, args, ranks, judge)
 

@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -41,7 +42,8 @@ def pass_at_k(n, c, k):
 def bootstrap_interval(values, resamples=2000, seed=0):
     """95 % percentile interval [lo, hi] of the mean of `values`, one number a question, by resampling questions."""
     values, rng = np.asarray(values, float), np.random.default_rng(seed)
-    means = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(resamples)]
+    block = max(1, 1_000_000 // len(values))
+    means = np.concatenate([values[rng.integers(len(values), size=(min(block, resamples - i), len(values)))].mean(axis=1) for i in range(0, resamples, block)])
     return [float(x) for x in np.quantile(means, (0.025, 0.975))]
 
 
@@ -142,27 +144,30 @@ def final_table(stages):
 
 def report_text(report, stages, args):
     """report.md: what was measured, and how."""
-    lines = ["# Report", "", f"Questions: {', '.join(args.tasks)}. Greedy, one answer a question" + (f"; {args.samples} more sampled at temperature {args.temperature}, "
-             f"top-p {args.top_p}" if args.samples else "") + f". At most {args.turns} turns, {args.total_tokens} tokens. Prompt: {args.prompt}. Machine: {report['machine']}. "
-             f"Commit {report['commit']}. Counts are a question's average.", "", final_table(stages), "", "## Differences on the same questions", "",
-             markdown(["stages", "difference", "95 % interval", "questions"], [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]),
-             "", "## By suite", ""]
-    rows = []
+    sampled = f" and {args.samples} sampled at temperature {args.temperature}, top-p {args.top_p}" if args.samples else ""
+    quality, cost = [], []
     for name, s in stages.items():
         for suite, x in [*s["suites"].items(), ("all", s)]:
-            cost = ["" if v is None else f"{v:.1f}" for v in x["per_solved"].values()]
-            more = [percent(x.get(key)) for key in ("em_first", "f1", "cover_em")]
-            many = [percent(x["mean_at_k"]) + f" ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
-                    ", ".join(f"{k} {percent(v)}" for k, v in x["best_at_k"].items())] if "k" in x else ["", "", ""]
-            rows.append([name, suite, x["n"], x["metric"], percent(x["mean"]), span(x["ci95"]), *more, *many, *cost,
-                         ", ".join(f"{k} {v}" for k, v in x["calls"].items()), ", ".join(f"{k} {v}" for k, v in x["ends"].items()), x["judge_failed"] or ""])
-    lines += [markdown(["stage", "suite", "n", "metric", "greedy", "95 % interval", "em, first part", "F1", "cover-em", "mean@k", "pass@k", "best@k", "calls per solved",
-                        "tokens written per solved", "tokens read per solved", "calls written", "end reasons", "judge failures"], rows), "",
-              "## Phrasings of the question", "", markdown(["stage", "seen in training", "n", "never seen", "n"], [
-                  [name, percent(s["phrasings"]["seen"]["mean"]), s["phrasings"]["seen"]["n"], percent(s["phrasings"]["held_out"]["mean"]), s["phrasings"]["held_out"]["n"]]
-                  for name, s in stages.items()]), "",
-              "## Time", "", markdown(["step", "seconds"], report["seconds"].items()), "", "![curves](curves.png)", "", "Every chain: traces.html", ""]
-    return "\n".join(lines)
+            many = [f"{percent(x['mean_at_k'])} ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
+                    ", ".join(f"{k} {percent(v)}" for k, v in x["best_at_k"].items())] if "k" in x else []
+            quality.append([name, suite, x["n"], x["metric"], f"{percent(x['mean'])} ({span(x['ci95'])})", *(percent(x.get(key)) for key in ("em_first", "f1", "cover_em", "partial")),
+                            x["judge_failed"], *many])
+            cost.append([name, suite, f"{x['tool_calls']:.2f}", f"{x['violations']:.2f}", *("" if v is None else f"{v:.1f}" for v in x["per_solved"].values()),
+                         ", ".join(f"{k} {v}" for k, v in x["calls"].items()), ", ".join(f"{k} {v}" for k, v in x["ends"].items())])
+    return "\n".join([
+        "# Report", "", f"Questions: {', '.join(args.tasks)}. One greedy answer each{sampled}. At most {args.turns} turns, {args.total_tokens} tokens; {args.prompt} prompt; seed {args.seed}. "
+        f"Machine: {report['machine']}. Commit {report['commit']}. Intervals are 95 % bootstrap intervals over questions; every question stays in the denominator.", "",
+        final_table(stages), "", "Tool calls, tokens and violations are averages a question.", "", "![curves](curves.png)", "", "Every chain: [traces.html](traces.html)", "",
+        "## Differences on the same questions", "",
+        markdown(["stages", "difference", "95 % interval", "questions"], [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]), "",
+        "## Phrasings of the question", "",
+        markdown(["stage", "seen in training", "n", "never seen", "n"], [[name, *(x for key in ("seen", "held_out") for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
+                                                                         for name, s in stages.items()]), "",
+        "## By suite", "", markdown(["stage", "suite", "n", "metric", "greedy", "em, first part", "F1", "cover-em", "partial", "judge failures",
+                                     *(["mean@k", "pass@k", "best@k"] if sampled else [])], quality), "",
+        "## Cost", "", markdown(["stage", "suite", "calls executed", "violations", "calls per solved", "tokens written per solved", "tokens read per solved", "calls written, in all",
+                                 "end reasons"], cost), "",
+        "## Time", "", markdown(["step", "seconds"], report["seconds"].items()), ""])
 
 
 def validate_report(report):
@@ -209,6 +214,14 @@ def machine():
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
     gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores{gpu}"
+
+
+def commit():
+    """The commit of this code, with "-dirty" when files differ from it; "unknown" outside of a repository."""
+    if not shutil.which("git"):
+        return "unknown"
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or "unknown"
 
 
 def draw_curves(folder, stages):
@@ -309,13 +322,13 @@ def write_report(folder, stages, seconds, args):
     numbers_of = {name: json.loads((out / "scores.json").read_text()) for name, out in stages.items()}
     runs = {name: read_jsonl(out / "traces.jsonl") for name, out in stages.items()}
     names = list(stages)
-    pairs = list(zip(names, names[1:])) + [(names[0], names[-1])] * (len(names) > 2)
+    apart = [name for name in names if name.endswith("_no_tools")]
+    together = [name for name in names if name not in apart]
+    pairs = list(zip(together, together[1:])) + [(together[0], together[-1])] * (len(together) > 2) + [(name, name.removesuffix("_no_tools")) for name in apart]
     differences = {f"{b} - {a}": paired_difference(*([row for row in runs[name] if row["sample"] == 0] for name in (b, a))) for a, b in pairs}
     steps = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    apart = [name for name in names if name.endswith("_no_tools")]
-    report = {"stages": {name: numbers_of[name] for name in names if name not in apart}, "no_tools": {name: numbers_of[name] for name in apart},
-              "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(), "commit": commit or "unknown"}
+    report = {"stages": {name: numbers_of[name] for name in together}, "no_tools": {name: numbers_of[name] for name in apart},
+              "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(), "commit": commit()}
     write_atomic(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_atomic(folder / "report.md", report_text(report, numbers_of, args))
     draw_curves(folder, numbers_of)
