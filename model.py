@@ -7,7 +7,7 @@ weights go in and out unchanged and what is saved here is read by `transformers`
 Chain-of-Agents (arXiv 2508.13167) asks three things of a model that a plain decoder does not give:
 - rows with their own lengths: a rollout appends an observation of 40 tokens to one row while another decodes a single one.
   Rows are right-padded and a token's position is its row's own length, so there is no left padding and no position argument;
-- a key-value cache that outlives a tool call (`KVCache`): rows are copied, swapped and released without moving the others;
+- a key-value cache that outlives a tool call (`KVCache`): rows are copied, swapped and freed without moving the others;
 - log-probabilities of the trained tokens only (`token_logprobs`): [B, T, V] never exists, forward or backward.
 
 Left out: sliding-window attention, mixture of experts, dropout, CUDA graphs. A checkpoint that needs one is refused by name.
@@ -69,12 +69,8 @@ class ModelConfig:
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    model_type: str = "qwen3"
+    model_type: str = "qwen3"               # decides two more things: QK-norm (qwen3), no bias on o_proj (qwen2)
     extra: dict = field(default_factory=dict)
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.model_type == "qwen3"
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
@@ -83,17 +79,18 @@ class ModelConfig:
             if value not in allowed:
                 raise InputError(f"config.json: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
         expect("model_type", hf.get("model_type"), list(FAMILIES))
-        for key, only in {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0,
-                          "partial_rotary_factor": 1, "quantization_config": None}.items():
-            expect(key, hf.get(key, only), [only])
-        for kind in hf.get("layer_types") or ():
-            expect("layer_types", kind, ["full_attention"])
         rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
         rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
         expect("rope_type", rope["rope_type"], list(ROPE_NEEDS))
+        for key, only in {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0,
+                          "partial_rotary_factor": 1, "quantization_config": None}.items():
+            expect(key, {**hf, **rope}.get(key, only), [only, None])
+        for kind in hf.get("layer_types") or ():
+            expect("layer_types", kind, ["full_attention"])
         needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        for key in [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]:
-            raise InputError(f"config.json: field {key!r} is missing")
+        absent = [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
+        if absent:
+            raise InputError(f"config.json: field {absent[0]!r} is missing")
         own = {f.name for f in fields(cls)}
         given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
                  **{key: value for key, value in hf.items() if key in own and value is not None}}
@@ -126,7 +123,7 @@ class Transformer(nn.Module):
         self.config = config
         self.generation_config: dict = {}        # generation_config.json, kept for saving
         self.checkpointing = False               # True: training recomputes each block in backward
-        self.rope_table = torch.empty(0, 0)      # cos and sin, grown on demand; no buffer, so that meta init and .to(bf16) leave it alone
+        self.rope_table = torch.empty(0, 0)      # cos and sin, grown on demand; no buffer: meta init and .to(bf16) must not touch it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -222,8 +219,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, KV * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(D, KV * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(H * config.head_dim, D, bias=bias and config.model_type != "qwen2")
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.model_type == "qwen3" else nn.Identity()
+                                    for _ in range(2))
 
     def forward(self, x, cos, sin, mask, cache):
         B, T, _ = x.shape
@@ -283,7 +280,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a (n, k) @ b (k, m), summed and returned in fp32 (float64 stays): half-precision inputs are exact, their products are not rounded."""
+    """a (n, k) @ b (k, m), summed and returned in fp32 (float64 stays), so that products of half-precision inputs are never rounded."""
     if a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
@@ -364,10 +361,8 @@ class KVCache:
         self.data[:, :, j, :, :a] = row_i
         self.set_length(j, a)
 
-    def release(self, row: int):
-        self.set_length(row, 0)
-
     def set_length(self, row: int, length: int):
+        """Keep the first `length` tokens of a row; 0 frees the row for another text."""
         self.lengths[row] = length
         self.host_lengths[self.rows[row]] = length
 
@@ -381,8 +376,8 @@ class KVCache:
             raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens that holds {held} cannot take {self.new}")
         t, slots = torch.arange(T, device=device), self.data.shape[4]
         positions = self.lengths[:, None] + t                                               # (B, T)
-        is_real = t < torch.tensor(self.new, device=device)[:, None]
-        self.write = torch.arange(len(held), device=device)[:, None], positions.where(is_real, slots - 1)
+        self.counts = torch.tensor(self.new, device=device)
+        self.write = torch.arange(len(held), device=device)[:, None], positions.where(t < self.counts[:, None], slots - 1)
         bound = max(held) + T
         self.read = min(-(-bound // BUCKET) * BUCKET, slots) if max(held) else 0            # 0: nothing but the new tokens
         if self.read == 0:
@@ -399,7 +394,7 @@ class KVCache:
         return (keys[:, :, :self.read], values[:, :, :self.read]) if self.read else (k, v)
 
     def advance(self):
-        self.lengths += torch.tensor(self.new, device=self.lengths.device)
+        self.lengths += self.counts
         for row, new in zip(self.rows, self.new):
             self.host_lengths[row] += new
 
@@ -412,17 +407,20 @@ def local_directory(path_or_name) -> Path:
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
     if Path(path_or_name).is_dir():
         return Path(path_or_name)
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(str(path_or_name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(snapshot_download(str(path_or_name), allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise InputError(f"model {str(path_or_name)!r}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
+        raise InputError(f"model {path_or_name}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
 
 
 def read_json(path: Path) -> dict:
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
     try:
         return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError) as error:
-        raise InputError(f"{path}: {'no such file' if isinstance(error, FileNotFoundError) else f'not valid JSON ({error})'}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
 
 
 def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -> Transformer:
@@ -456,9 +454,9 @@ def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -
 
 
 def save_model(model: Transformer, tokenizer, path, state_dict: dict | None = None):
-    """Write config, weights (shards of 5 GB), generation config and tokenizer (may be None) as a Hugging Face directory.
+    """Write config, weights (in files of 5 GB), generation config and tokenizer (may be None) as a Hugging Face directory.
 
-    Every file appears whole or not at all. state_dict: the full weights, where the model's own are sharded over ranks (one rank saves).
+    Every file appears whole or not at all. state_dict: the full weights, where the model's own are sharded; one rank saves.
     """
     from huggingface_hub import save_torch_state_dict
     state = {hf_name(name): tensor.detach() for name, tensor in (state_dict or model.state_dict()).items()}
@@ -501,8 +499,8 @@ def load_tokenizer(path_or_name):
         raise InputError(f"{path}: holds no tokenizer (tokenizer.json)")
     tokenizer = AutoTokenizer.from_pretrained(path)
     largest = max(tokenizer.get_vocab().values())
-    rows = read_json(path / "config.json").get("vocab_size", largest + 1)
-    if largest >= rows:
+    rows = read_json(path / "config.json").get("vocab_size") if (path / "config.json").exists() else None
+    if rows and largest >= rows:
         raise InputError(f"{path}: the tokenizer has ids up to {largest}, the embedding {rows} rows")
     return tokenizer
 

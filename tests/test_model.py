@@ -181,6 +181,7 @@ def test_a_full_state_dict_can_be_saved_in_another_dtype(tmp_path, tiny):
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor"), ({"use_sliding_window": True}, "use_sliding_window"), ({"hidden_act": "gelu"}, "gelu"),
     ({"quantization_config": {"quant_method": "gptq"}}, "gptq"), ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
     ({"hidden_size": "absent"}, "hidden_size"), ({"mlp_bias": True}, "mlp_bias"), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
 ])
 def test_unsupported_architecture_is_refused_by_name_before_weights(changes, named, tmp_path):
     write_config(tmp_path, **changes)                                             # there are no weights to read
@@ -281,7 +282,7 @@ def test_cached_equals_uncached_for_any_split_in_ragged_batches(tiny, data):
                 last = len(owner) - 1
                 cache.swap_rows(leaver, last)
                 owner[leaver], done[leaver] = owner[last], done[last]
-                cache.release(last)
+                cache.set_length(last, 0)
                 owner.pop()
 
 
@@ -311,7 +312,7 @@ def test_padding_never_overwrites_a_full_row(tiny):
         assert (logits[0, 0] - full[0, 126]).abs().max() <= 1e-4 and (logits[1] - full[1, 10:30]).abs().max() <= 1e-4
         last = tiny.logits(tiny(torch.stack((ids[0, :1], ids[1, 30:31])), cache=cache, lengths=[0, 1]))
         assert (last[1, 0] - full[1, 30]).abs().max() <= 1e-4
-        cache.release(1)
+        cache.set_length(1, 0)
         keys = cache.data[:, :, 0, :, :127].clone()
         tiny(ids[:1, :1], cache=cache.view(1, 2))
         assert torch.equal(keys, cache.data[:, :, 0, :, :127])                     # a view touches its own rows only
