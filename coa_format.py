@@ -44,7 +44,7 @@ import os
 import re
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from model import InputError, exit_on_input_error
 
@@ -83,7 +83,7 @@ class Profile:
     `bare`: agents that need no think just before them. `first`: the agent that must open the chain. `task`: a line for the full prompt."""
     name: str
     agents: tuple
-    follow: dict = field(hash=False)
+    follow: dict
     task: str = "Answer the question with facts that you looked up."
     bare: tuple = ("reflection",)
     first: str = ""
@@ -97,7 +97,8 @@ MHQA = {"": "plan tool", "plan": "tool answer", "tool": "plan tool reflection an
 WEB = {"": "plan", "plan": "tool suggested_answer", "tool": "tool reflection suggested_answer", "reflection": "plan tool suggested_answer",
        "suggested_answer": "double_check", "double_check": "plan tool answer"}
 PROGRAM = {"": "plan", "plan": "tool answer", "tool": "reflection", "reflection": "tool answer"}     # plan, (code, reflection) x N, answer
-ALL = {agent: " ".join({**dict.fromkeys(MHQA.get(agent, "").split()), **dict.fromkeys(WEB[agent].split())}) for agent in WEB}
+ALL = {"": "plan tool", "plan": "tool suggested_answer answer", "tool": "plan tool reflection suggested_answer answer",
+       "reflection": "plan tool suggested_answer answer", "suggested_answer": "double_check", "double_check": "plan tool answer"}
 
 PROFILES = {profile.name: profile for profile in (
     Profile("mhqa", ("think", "plan", "wiki_search", "reflection", "answer"), MHQA),
