@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +70,7 @@ def assert_nothing_left(seconds=2.0):
     """No process of a call lives on: at most the server's two. The kernel may need a moment to take an exiting one away."""
     deadline = time.monotonic() + seconds
     while True:
-        left = [line for line in descendants() if "sandbox.py" in line or "code.py" in line]
+        left = [line for line in descendants() if "jail.py" in line or "code.py" in line]
         if len(left) <= 2 and not any("--call" in line for line in left):
             return
         assert time.monotonic() < deadline, left
@@ -299,14 +300,15 @@ def test_forked_process_uses_a_server_of_its_own():
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("runuser") or not Path("/usr/bin/python3").exists(), reason="needs root, runuser and a Python that nobody may run")
-def test_works_as_an_ordinary_user(tmp_path):
-    copy = Path("/tmp") / f"sandbox-test-{os.getpid()}.py"
-    shutil.copy(ROOT / "sandbox.py", copy)
-    copy.chmod(0o644)
+def test_works_as_an_ordinary_user():
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))           # tmp_path is closed to others
+    folder.chmod(0o755)
+    for name in ("sandbox.py", "jail.py"):
+        shutil.copy(ROOT / name, folder)
     try:
-        done = subprocess.run(["runuser", "-u", "nobody", "--", "/usr/bin/python3", str(copy)], capture_output=True, text=True, timeout=30, cwd="/")
+        done = subprocess.run(["runuser", "-u", "nobody", "--", "/usr/bin/python3", str(folder / "sandbox.py")], capture_output=True, text=True, timeout=30, cwd="/")
     finally:
-        copy.unlink()
+        shutil.rmtree(folder)
     assert done.returncode == 0 and "5050" in done.stdout, done
 
 

@@ -2,7 +2,6 @@
 import argparse
 import http.server
 import json
-import os
 import subprocess
 import sys
 import threading
