@@ -23,7 +23,8 @@ The paper gives no ratios for the last two stages; --plain-ratio and --error-fac
     python distill.py --teacher runs/demo/rl/model --samples 4 --out runs/self     # the student as its own teacher
     python distill.py --pass-filter --samples 8 --max-pass 0.99 --teacher runs/demo/sft/model --tasks data/tasks/rl.jsonl --out runs/rl_tasks
 
-Writes sft.jsonl (LLaMA-Factory and TRL alpaca columns), traces.jsonl (the raw records), funnel.json and report.md.
+Writes sft.jsonl, traces.jsonl (the raw records), funnel.json and report.md. The columns of sft.jsonl are AFM's: LLaMA-Factory reads them as they are,
+TRL after load_dataset("json", data_files=...).rename_columns({"instruction": "prompt", "output": "completion"}).
 """
 import argparse
 import hashlib
@@ -144,7 +145,8 @@ class Teacher:
         self.mail = {name: [f"Question: {question}"] for name in self.tag_of}
         self.workers = [name for name, tag in self.tag_of.items() if tag in self.profile.tools]
         self.asked = self.workers[0]                                                   # who gets the floor back after a judgement
-        self.checked = "verifier" in self.tag_of and "answer" not in self.profile.follow["tool"].split()      # then an answer has to pass it first
+        # In profiles without a direct way from a tool to the answer, the verifier stands between them.
+        self.checked = "verifier" in self.tag_of and "answer" not in self.profile.follow["tool"].split()
         self.cleared, self.suggestion = not self.checked, None
 
     def ask(self, name):
@@ -228,7 +230,7 @@ def tool_argument(tag, text):
 
 def to_chain(trace):
     """The record as one CoA text: thoughts stand before the act that they lead to; those of an agent that only hands over join the next.
-    Where the grammar has no think before a plan and a reflection (code, math) the reflector's thought opens its reflection, the planner's is dropped."""
+    The code and math grammars have no think before plan and reflection: the reflector's thought opens its reflection, the planner's is dropped."""
     strict, segments, thoughts = PROFILES[trace.agent].first == "plan", [], []
     for step in trace.steps:
         tag, output = step["tag"], step["output"]
@@ -247,14 +249,16 @@ def to_chain(trace):
 
 
 def revalidate(trace, session=None):
-    """Why a trace's chain is no faithful record of real tool use: list of str. Calls and observations of the chain must be those recorded, in order;
-    with a (fresh) session every call is run again and must return the same text."""
+    """Why a trace's chain is no faithful record of real tool use: list of str. Calls and observations of the chain must be those recorded,
+    in order; with a (fresh) session every call is run again and must return the same text."""
     recorded = [step for step in trace.steps if step["observation"] is not None]
     segments = parse(trace.chain)
-    calls = [(segment.tag, segment.text) for segment in segments if segment.tag in PROFILES[trace.agent].tools]
-    blocks = [segment.text for segment in segments if segment.source == "environment"]
-    problems = [] if [(tag, text.strip()) for tag, text in calls] == [(step["tag"], step["output"]) for step in recorded] else ["other calls than recorded"]
-    if [reveal(text) for text in blocks] != [step["observation"] for step in recorded]:
+    calls = [(segment.tag, segment.text.strip()) for segment in segments if segment.tag in PROFILES[trace.agent].tools]
+    observations = [reveal(segment.text) for segment in segments if segment.source == "environment"]
+    problems = []
+    if calls != [(step["tag"], step["output"]) for step in recorded]:
+        problems.append("other calls than recorded")
+    if observations != [step["observation"] for step in recorded]:
         problems.append("other observations than recorded")
     for step in recorded if session else ():
         if session.run(step["tag"], step["output"], step["thought"]) != step["observation"]:
@@ -291,8 +295,8 @@ def quality(traces):
     counted under the first reason that holds."""
     kept, reasons = [], Counter()
     for trace in traces:
-        calls = Counter((step["tag"], " ".join(step["output"].lower().split())) for step in trace.steps if step["observation"] is not None)
-        reason = ("no answer" if trace.end != "answered" else "wrong answer" if trace.score < 1
+        calls = Counter((s["tag"], " ".join(s["output"].lower().split())) for s in trace.steps if s["observation"] is not None)
+        reason = (f"no answer: {trace.end}" if trace.end != "answered" else "wrong answer" if trace.score < 1
                   else "redundant tool input" if any(n > 1 for n in calls.values())
                   else "observation not from a tool" if trace.problems
                   else "grammar" if check(parse(trace.chain), trace.agent) else None)
@@ -332,8 +336,8 @@ def progressive_filter(traces, args):
     stages = [("complexity", lambda rows: complexity(rows, args.min_interactions, args.min_interactions_mhqa)), ("quality", quality),
               ("reflection enrichment", lambda rows: reflection_enrichment(rows, args.plain_ratio, args.seed)),
               ("error correction", lambda rows: error_correction(rows, args.error_factor))]
-    funnel = [{"stage": "recorded", "in": len(traces), "out": len(traces), "reasons": {}, "suites": dict(Counter(t.data_source for t in traces))}]
-    for name, stage in stages:
+    funnel = []
+    for name, stage in [("recorded", lambda rows: (rows, Counter())), *stages]:
         before = len(traces)
         traces, reasons = stage(traces)
         funnel.append({"stage": name, "in": before, "out": len(traces), "reasons": {k: n for k, n in sorted(reasons.items()) if n},
@@ -451,7 +455,7 @@ def table(rows, header):
 
 
 def suite_statistics(traces):
-    """Per suite and over all, what the paper's Tables 2 and 3 hold and more: chains, tasks, hops, shares from 0 to 1, characters that agents wrote."""
+    """Per suite and over all, what the paper's Tables 2 and 3 hold and more; shares from 0 to 1, mean characters that agents wrote."""
     groups = {"all": traces} if traces else {}
     for trace in traces:
         groups.setdefault(trace.data_source, []).append(trace)
@@ -478,7 +482,8 @@ def funnel_report(funnel, statistics, traces, label):
             table([[name, *row.values()] for name, row in statistics.items()], ["suite", *columns]),
             "A hop is one act of an agent (plan, tool call, reflection, suggested answer, double check, answer).", "## Chains"]
     for (suite, mended), trace in sorted(shown.items()):
-        text.append(f"### {suite}, {trace.id}{', with a mistake that was corrected' if mended else ''}\n\n{trace.question}\n\n~~~~\n{trace.chain}\n~~~~")
+        title = f"{suite}, {trace.id}" + (", with a mistake that was corrected" if mended else "")
+        text.append(f"### {title}\n\n{trace.question}\n\n~~~~\n{trace.chain}\n~~~~")
     return "\n\n".join(text) + "\n"
 
 
@@ -508,7 +513,7 @@ def parse_arguments(argv=None):
     add_common_arguments(parser, "runs/demo/distill", tasks=["data/tasks/sft.jsonl"])
     group = parser.add_argument_group("teacher")
     group.add_argument("--preset", choices=PRESETS, help="the paper's prompt form and room for this agent; options given beside it win")
-    group.add_argument("--teacher", default="scripted", help="scripted, the URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
+    group.add_argument("--teacher", default="scripted", help="scripted, URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
     group.add_argument("--teacher-model", default="", help="name of the model on the server")
     group.add_argument("--samples", type=int, default=2, help="episodes a task (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="only the first that many tasks (default: all)")
@@ -517,19 +522,19 @@ def parse_arguments(argv=None):
     group.add_argument("--total-tokens", type=int, default=768, help="prompt and chain of a checkpoint (default %(default)s)")
     group.add_argument("--temperature", type=float, default=1.0, help="of a server or checkpoint (default %(default)s)")
     group.add_argument("--max-reply-tokens", type=int, default=512, help="a reply of a server's model (default %(default)s)")
-    group.add_argument("--workers", type=int, default=4, help="episodes at the same time with the scripted teacher or a server (default %(default)s)")
+    group.add_argument("--workers", type=int, default=4, help="episodes at the same time, but for a checkpoint (default %(default)s)")
     group.add_argument("--mistakes", type=float, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
-    group.add_argument("--reflect", type=float, default=0.35, help="scripted: share of episodes with a reflection that nothing called for (default %(default)s)")
+    group.add_argument("--reflect", type=float, default=0.35, help="scripted: share with a reflection without need (default %(default)s)")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief for tiny models (default), full for real ones")
-    group.add_argument("--no-replay", dest="replay", action="store_false", help="do not run every call a second time to compare (live web pages change)")
+    group.add_argument("--no-replay", dest="replay", action="store_false", help="do not run every call again to compare (web pages change)")
     group = parser.add_argument_group("filter")
     group.add_argument("--min-interactions", type=int, default=5, help="acts of agents and replies of tools (default %(default)s)")
     group.add_argument("--min-interactions-mhqa", type=int, default=4, help="the same for the mhqa profile (default %(default)s)")
-    group.add_argument("--plain-ratio", type=float, default=0.6, help="share of the episodes without reflection that stays (default %(default)s)")
-    group.add_argument("--error-factor", type=int, default=2, help="how often a chain with a low first double_check stands in the result (default %(default)s)")
+    group.add_argument("--plain-ratio", type=float, default=0.6, help="share of the episodes without reflection to keep (default %(default)s)")
+    group.add_argument("--error-factor", type=int, default=2, help="copies of a chain with a low first double_check (default %(default)s)")
     group = parser.add_argument_group("other work")
-    group.add_argument("--pass-filter", action="store_true", help="instead of chains write tasks.jsonl: the tasks of which the teacher solves a share "
-                       "of its --samples from --min-pass to --max-pass; with a server and --no-tools it is asked directly")
+    group.add_argument("--pass-filter", action="store_true", help="instead of chains write tasks.jsonl: the tasks of which the teacher solves a "
+                       "share of its --samples from --min-pass to --max-pass; with --no-tools a server is asked without the team")
     group.add_argument("--min-pass", type=float, default=0.0, help="(default %(default)s)")
     group.add_argument("--max-pass", type=float, default=1.0, help="(default %(default)s)")
     add_tool_arguments(parser)
@@ -541,7 +546,8 @@ if __name__ == "__main__":
     exit_on_input_error()
     args = parse_arguments()
     out, served = Path(args.out), args.teacher.startswith(("http://", "https://"))
-    label = f"{args.teacher_model} at {args.teacher}" if served else "scripted, reads the solution" if args.teacher == "scripted" else args.teacher
+    local = not served and args.teacher != "scripted"
+    label = f"{args.teacher_model} at {args.teacher}" if served else args.teacher if local else "scripted, reads the solution"
 
     # -------------------------------------------------------------------------------------------------------------------------------
     # The run folder, the tasks, the teacher
@@ -549,7 +555,6 @@ if __name__ == "__main__":
     tasks = [task for path in args.tasks for task in load_tasks(path)]
     tasks = tasks[:args.limit or len(tasks)]
     result = "tasks.jsonl" if args.pass_filter else "report.md"
-    local = not served and args.teacher != "scripted"
     config = run_config(args, [*args.tasks, args.corpus, *([args.teacher] if local else [])], ignore=("workers",))
     if start_run(out, config, args.fresh, result, owns=("traces.jsonl", "sft.jsonl", "funnel.json", "progress")) == "done":
         shutil.rmtree(out / "progress", ignore_errors=True)
@@ -562,7 +567,8 @@ if __name__ == "__main__":
                           max_len=args.total_tokens, seed=args.seed)
         produce, workers, batch = lambda jobs: student_episodes(jobs, sampler, label, args), 1, 2 * args.slots
     else:
-        llm = LLM(args.teacher, args.teacher_model, out / "llm_cache.sqlite", concurrency=args.workers) if served else None
+        cache = out / "llm_cache.sqlite"                                 # stays with --fresh: what was paid for is not paid again
+        llm = LLM(args.teacher, args.teacher_model, cache, concurrency=args.workers, timeout=900) if served else None
         backend = chat_backend(args, llm)
         produce, workers, batch = lambda jobs: [team_episode(*job, backend, toolbox, label, args) for job in jobs], args.workers, 1
 
@@ -590,8 +596,8 @@ if __name__ == "__main__":
         by_id = {task.id: task for task in tasks}
         kept, funnel = progressive_filter(traces, args)
         statistics = suite_statistics(kept)
-        write_jsonl(out / "sft.jsonl", [{"instruction": task_prompt(by_id[trace.id], args), "input": "", "output": trace.chain, "agent": trace.agent,
-                                         "id": trace.id} for trace in kept])
+        write_jsonl(out / "sft.jsonl", [{"instruction": task_prompt(by_id[trace.id], args), "input": "", "output": trace.chain,
+                                         "agent": trace.agent, "id": trace.id} for trace in kept])
         write_atomic(out / "funnel.json", json.dumps({"teacher": label, "stages": funnel, "suites": statistics}, indent=1) + "\n")
         report = funnel_report(funnel, statistics, kept, label)
         print(report.split("## Chains")[0])

@@ -3,7 +3,7 @@
 Reads the traces that distill.py has recorded and counts, with one tokenizer for both sides:
 
 team           every call of an agent reads that agent's private history again and writes a reply
-chain          the brief prompt and the chain in one decoding, every token once (one model with its KV cache: this project, or a server's prefix cache)
+chain          the brief prompt and the chain in one decoding, every token once (a KV cache that lives through the episode, or a prefix cache)
 chain, resent  the chain through a completion server without a prefix cache: the text so far is read again after each tool
 
 The paper divides by solved tasks. A server's own token counts are added where distill.py has kept its replies. With the scripted teacher the
@@ -72,4 +72,5 @@ if __name__ == "__main__":
         print(f"{key}: {100 * (1 - total[key] / total['team']):.1f} % fewer tokens than the team")
         print(json.dumps({"bench": "distill_tokens", "ours": round(total[key] / len(traces), 1), "peer": round(total["team"] / len(traces), 1),
                           "ratio": round(total["team"] / total[key], 2), "unit": "tokens per episode",
-                          "setting": {"form": key, "teacher": traces[0].teacher, "episodes": len(traces), "solved": solved, "tokenizer": args.model, "server": usage}}))
+                          "setting": {"form": key, "teacher": traces[0].teacher, "episodes": len(traces), "solved": solved,
+                                      "tokenizer": args.model, "server": usage}}))

@@ -24,7 +24,8 @@ from model import exit_on_input_error  # noqa: E402
 from parallel import read_jsonl, write_jsonl  # noqa: E402
 from tools import add_tool_arguments, make_toolbox  # noqa: E402
 
-FACT = re.compile(r"(?:\bIts|\b(?:has|with|and|,) (?:the|an?)) ((?:[A-Z]{2,5} )?[a-z][a-z ]*?)(?: of| is(?: the)?)? ([A-Z0-9.+][\w./+-]*(?: [A-Z][\w'-]*)*)(?=[,. ])")
+RELATION, VALUE = r"(?:[A-Z]{2,5} )?[a-z][a-z ]*?", r"[A-Z0-9.+][\w./+-]*(?: [A-Z][\w'-]*)*"            # "ISO code", "Los Angeles"
+FACT = re.compile(rf"(?:\bIts|\b(?:has|with|and|,) (?:the|an?)) ({RELATION})(?: of| is(?: the)?)? ({VALUE})(?=[,. ])")
 
 
 def read_facts(page):
@@ -37,7 +38,8 @@ def read_facts(page):
 
 
 def search_step(title, relation, value, sentence):
-    return {"tool": "wiki_search", "about": title, "wants": relation, "argument": f"{title} {relation}", "page": title, "finds": value, "fact": sentence}
+    return {"tool": "wiki_search", "about": title, "wants": relation, "argument": f"{title} {relation}", "page": title, "finds": value,
+            "fact": sentence}
 
 
 def rule_task(pages, facts, rng):

@@ -72,7 +72,8 @@ class Scripted:
             thought, items = self.pick("Try again.", "A new plan."), self.items[self.planned_from:]
         else:
             items = self.items
-            thought = self.pick(f"{COUNT[len(items)]} step{'s' * (len(items) > 1)}.", f"I see {COUNT[len(items)].lower()} step{'s' * (len(items) > 1)}.")
+            count, noun = COUNT[len(items)], "steps" if len(items) > 1 else "step"
+            thought = self.pick(f"{count} {noun}.", f"I see {count.lower()} {noun}.")
         self.failed = None
         return f"Thought: {thought}\nPlan: {' '.join(f'{i}. {item}' for i, item in enumerate(items, 1))}\nTo: {self.agent_of(self.at)}"
 
@@ -115,7 +116,8 @@ class Scripted:
         given = given if isinstance(given, str) else given[0]
         if self.at < len(self.steps):
             shown = re.findall(r"(?:is|the|in|has) ([A-Z][a-z]+|\d+)", messages[-1]["content"].rsplit("Observation:", 1)[-1])
-            given = self.pick(*sorted({word for word in shown if word.isdigit() == given.isdigit()} - {given} or {self.steps[self.at]["about"]}))
+            alike = {word for word in shown if word.isdigit() == given.isdigit()} - {given}
+            given = self.pick(*sorted(alike or {self.steps[self.at]["about"]}))
             said = f"{said} {self.pick('It must be', 'Probably')} {given}."
         elif self.confirmed:
             said = self.pick("Confirmed.", "The check is good.")

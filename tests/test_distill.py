@@ -22,6 +22,7 @@ import torch
 
 from coa_format import ROLES, TOOLS, check, find_answer, observation, parse
 from bench.bench_distill import trace_cost
+from data.make_tasks import make_tasks
 from data.scripted import Scripted
 from distill import (Step, Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
                      progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain)
@@ -297,7 +298,7 @@ def test_quality_drops_wrong_unanswered_redundant_ungrammatical_and_forged():
     forged.problems = ["other observations than recorded"]
     kept, reasons = quality([fine, wrong, capped, twice, other, bare, forged])
     assert kept == [fine, other]
-    assert reasons == {"wrong answer": 1, "no answer": 1, "redundant tool input": 1, "grammar": 1, "observation not from a tool": 1}
+    assert reasons == {"wrong answer": 1, "no answer: cap": 1, "redundant tool input": 1, "grammar": 1, "observation not from a tool": 1}
 
 
 def test_reflection_enrichment_thins_search_and_drops_plain_programs():
@@ -565,3 +566,39 @@ def test_pass_filter_writes_the_tasks_between_the_bounds(tmp_path):
     assert [{k: v for k, v in row.items() if k != "pass_rate"} for row in rows] == given and all(row["pass_rate"] == 0 for row in rows)
     assert "too hard" in run_script(tmp_path, *command, "--out", "some", "--min-pass", "0.01")[0]
     assert (tmp_path / "some/tasks.jsonl").read_text() == "" and not (tmp_path / "some/sft.jsonl").exists()
+
+
+def test_without_tools_a_server_is_asked_for_the_answer_alone():
+    asked = []
+
+    def backend(task, sample):
+        return lambda role, messages: asked.append(messages) or " Zim. </answer><answer>42"
+    trace = team_episode(TWO_HOPS, 0, backend, World(), "m", options(pass_filter=True, no_tools=True))
+    assert len(asked) == 1 and len(asked[0]) == 1 and TWO_HOPS.question in asked[0][0]["content"] and "Belu" not in asked[0][0]["content"]
+    assert trace.steps == [] and trace.score == 0 and trace.problems == []
+    assert team_episode(TWO_HOPS, 0, lambda t, s: lambda role, messages: "the Zim", World(), "m", options(pass_filter=True, no_tools=True)).score == 1
+
+
+def test_tasks_written_by_a_model_stay_only_when_every_check_holds():
+    pages = {title: {"title": title, "text": text} for title, text in PAGES.items()}
+    replies = {"atomic": "Question: What is the currency of Belu?\nAnswer: Zim.", "depth": "Question: What is the currency of the country whose capital is Karo?"}
+
+    class Model:
+        def chat(self, messages, **sampling):
+            text = messages[0]["content"]
+            if text.startswith("Fact:"):
+                return replies["depth"] if "Karo" in text else "Question: What is the currency of Belu?"         # names the bridge: dropped
+            return replies["atomic"] if text.startswith("Page: Belu") else "Question: What is it?\nAnswer: nothing of the page"
+    rows, counts = make_tasks(pages, 3, World(), 0, Model())
+    assert {row["question"] for row in rows} == {"What is the currency of Belu?", "What is the currency of the country whose capital is Karo?"}
+    assert all(row["answer"] == "Zim" for row in rows) and counts["depth"] == 1 and counts["dropped: a check of question and answer failed"] > 5
+
+
+@pytest.mark.long
+def test_two_ranks_write_what_one_rank_writes(tmp_path):
+    command = [*write_world(tmp_path, copies=3), "--teacher", write_model(tmp_path), "--total-tokens", "160", "--max-acts", "2"]
+    run_script(tmp_path, *command, "--out", "one")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "distill.py"), *command, "--out", "two"],
+                   cwd=tmp_path, check=True, timeout=600, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name in FILES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
