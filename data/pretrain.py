@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from coa_format import ROLES, TOOLS  # noqa: E402
-from model import PRESETS, Transformer, save_model, train_tokenizer  # noqa: E402
+from model import PRESETS, Transformer, load_model, load_tokenizer, save_model, train_tokenizer  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 
@@ -293,11 +293,27 @@ def far_away(rng, name) -> str:
     return f"{question}\n{between}\n{query}"
 
 
+FRAME = [re.sub(r"</?[a-z_]+>", "", line) for line in (HERE / "frame.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def frame_lines(rng, name) -> str:
+    """Single sentences of pages, questions and thoughts, about invented things, read and then restated: the words of the frame become familiar."""
+    names = [name() for _ in range(2)]
+
+    def filled(line):
+        line = re.sub("@", lambda _: rng.choice(names), line)
+        return re.sub("1", lambda _: str(rng.randint(0, 9)), line)
+    lines = [filled(rng.choice(FRAME)) for _ in range(rng.randint(1, 4))]
+    again = rng.sample(lines, min(len(lines), rng.choice([1, 1, 2])))
+    return "\n".join(lines) + "".join(f"\n{rng.choice(['', 'Again: ', '1. ', 'Read: '])}«{line}»" for line in again)
+
+
 KINDS = [(repeated_list, 3), (reading, 4), (entity_to_query, 3), (two_hops, 4), (page_links, 1), (expression, 3), (two_numbers, 2), (far_away, 1)]
+SECOND_KINDS = [*KINDS, (frame_lines, 36)]
 
 
-def document(rng, name) -> str:
-    kinds, weights = zip(*KINDS)
+def document(rng, name, table=KINDS) -> str:
+    kinds, weights = zip(*table)
     return rng.choices(kinds, weights)[0](rng, name)
 
 
@@ -350,13 +366,13 @@ def token_stream(tokenizer, documents):
     return np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32)
 
 
-def documents(seed: int, tokens: int, tokenizer, forbidden):
+def documents(seed: int, tokens: int, tokenizer, forbidden, table=KINDS):
     """The whole pretraining text as (ids, weights), at least `tokens` long; the same seed gives the same text."""
     rng = random.Random(seed)
     name = Names(rng, forbidden)
     ids, weights, total = [], [], 0
     while total < tokens:
-        i, w = token_stream(tokenizer, [document(rng, name) for _ in range(4000)])
+        i, w = token_stream(tokenizer, [document(rng, name, table) for _ in range(4000)])
         ids.append(i), weights.append(w)
         total += len(i)
     return np.concatenate(ids), np.concatenate(weights)
@@ -410,6 +426,7 @@ if __name__ == "__main__":
     parser.add_argument("--vocab", type=int, default=1024, help="vocabulary size: whole words for the frame of the tasks, letters for names")
     parser.add_argument("--tokens", type=float, default=6e6, help="training tokens")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--second", metavar="DIR", help="second part: go on from this model, half of the text being sentences of the frame")
     parser.add_argument("--show", type=int, default=0, help="print this many documents and stop")
     parser.add_argument("--names", action="store_true", help="write data/real_names.txt.gz from the build-time packages, and stop")
     parser.add_argument("--frame", metavar="CHAINS", help="write data/frame.txt from the tasks and these SFT rows, and stop")
@@ -428,20 +445,23 @@ if __name__ == "__main__":
         rng = random.Random(args.seed)
         name = Names(rng, real_names())
         for _ in range(args.show):
-            print(document(rng, name), end="\n\n---\n\n")
+            print(document(rng, name, SECOND_KINDS if args.second else KINDS), end="\n\n---\n\n")
         sys.exit()
 
     # short rows first: copying over a short distance is learnt sooner; the last rows are as long as an episode
     fractions = [(0.25, 24, 128), (0.5, 12, 256), (0.25, 6, 512)]
+    if args.second:
+        fractions = [(1.0, 12, 256)]
+    table = SECOND_KINDS if args.second else KINDS
     schedule = [(int(args.tokens * f / (b * t)), b, t) for f, b, t in fractions]
     steps = sum(s for s, _, _ in schedule)
-    tokenizer = build_tokenizer(args.seed, args.vocab)
-    ids, weights = documents(args.seed, int(args.tokens) + 10_000, tokenizer, real_names())
-    held_ids, held_weights = documents(args.seed + 1, 40 * 512 + 1, tokenizer, real_names())
+    tokenizer = load_tokenizer(args.second) if args.second else build_tokenizer(args.seed, args.vocab)
+    ids, weights = documents(args.seed, int(args.tokens) + 10_000, tokenizer, real_names(), table)
+    held_ids, held_weights = documents(args.seed + 1, 40 * 512 + 1, tokenizer, real_names(), table)
     held = next(batches(held_ids, held_weights, [(1, 40, 512)]))
     print(f"vocabulary {len(tokenizer)}, {len(ids) / 1e6:.1f}M tokens, {weights.mean():.2f} mean weight, {steps} steps")
 
-    model = Transformer(dataclasses.replace(PRESETS["tiny-1m"], vocab_size=len(tokenizer)))
+    model = load_model(args.second) if args.second else Transformer(dataclasses.replace(PRESETS["tiny-1m"], vocab_size=len(tokenizer)))
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     muon = Muon(matrices)

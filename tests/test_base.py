@@ -31,13 +31,6 @@ def test_base_is_tiny_and_every_tag_is_one_token(tokenizer, model):
         assert len(encode_text(f"<{tag}>", tokenizer)) == len(encode_text(f"</{tag}>", tokenizer)) == 1
 
 
-def test_a_name_has_the_same_tokens_after_a_space_as_after_a_tag(tokenizer):
-    for name in ("Ouagadougou", "Liechtenstein", "São Tomé", "Xai-Xai"):
-        inside = encode_text(f"the capital of {name}.", tokenizer)
-        alone = encode_text(name, tokenizer)
-        assert any(inside[i:i + len(alone)] == alone for i in range(len(inside)))
-
-
 def held_out_names():
     """Names of all pages on the solution path of a test question, without the part in brackets."""
     with open(ROOT / "data" / "tasks" / "test.jsonl", encoding="utf-8") as file:
@@ -52,15 +45,19 @@ def names_found(documents):
     return {n for n in names if set(re.findall(r"[^\W\d_]+", n)) <= words and re.search(rf"(?<!\w){re.escape(n)}(?!\w)", text)}
 
 
-def pretraining_text(chunks):
-    rng = random.Random(1)
+PARTS = [(1, pretrain.KINDS, 48), (11, pretrain.SECOND_KINDS, 16)]      # seed, kinds, chunks: a little more than was trained on
+
+
+def pretraining_text(seed, kinds, chunks):
+    rng = random.Random(seed)
     name = pretrain.Names(rng, pretrain.real_names())
     for _ in range(chunks):
-        yield [pretrain.document(rng, name) for _ in range(4000)]
+        yield [pretrain.document(rng, name, kinds) for _ in range(4000)]
 
 
-def test_no_held_out_page_is_in_the_pretraining_text():
-    assert names_found(next(pretraining_text(1))) == set()
+@pytest.mark.parametrize("seed, kinds, chunks", PARTS)
+def test_no_held_out_page_is_in_the_pretraining_text(seed, kinds, chunks):
+    assert names_found(next(pretraining_text(seed, kinds, 1))) == set()
 
 
 def test_the_search_for_held_out_names_finds_one():
@@ -70,8 +67,9 @@ def test_the_search_for_held_out_names_finds_one():
 
 
 @pytest.mark.long
-def test_no_held_out_page_is_anywhere_in_the_pretraining_text():
-    for documents in pretraining_text(48):                     # a little more than the 6 million tokens of the committed model
+@pytest.mark.parametrize("seed, kinds, chunks", PARTS)
+def test_no_held_out_page_is_anywhere_in_the_pretraining_text(seed, kinds, chunks):
+    for documents in pretraining_text(seed, kinds, chunks):
         assert names_found(documents) == set()
 
 
@@ -95,6 +93,7 @@ def test_text_is_the_same_for_the_same_seed():
     assert texts() == texts()
 
 
-def test_no_agent_tag_is_in_the_pretraining_text():
-    text = "\n".join(next(pretraining_text(1)))
+@pytest.mark.parametrize("seed, kinds, chunks", PARTS)
+def test_no_agent_tag_is_in_the_pretraining_text(seed, kinds, chunks):
+    text = "\n".join(next(pretraining_text(seed, kinds, 1)))
     assert not re.search(r"</?(think|plan|wiki_search|web_search|crawl_page|code|observation|answer|reflection)>", text)
