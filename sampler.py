@@ -1,33 +1,35 @@
 """Rollouts: many chain-of-agents episodes at once over one KV cache, ids in, ids out.
 
-An episode is one growing list of token ids. The model samples until it closes a tool call; the tool's result is appended as an observation
-and the model goes on (arXiv 2508.13167, eq. 4: one model plays every agent, the environment only fills in o_t). Beside each id stand who wrote it
-(`source`: prompt, sampled, environment) and the log-probability it was sampled with, so that training needs no second look at any text.
+An episode is one growing list of token ids. The model samples until it closes a tool call; the tool's result is appended as an
+observation and the model goes on (arXiv 2508.13167, eq. 4: one model plays every agent, the environment only writes o_t). Beside each id
+stand who wrote it (`source`: prompt, sampled, environment) and the log-probability it was sampled with: training reads no text again.
 
 The cache has `slots` rows, kept in this order (the heart of the file):
 
     [ live: decoding | parked: waiting for a tool | free ]
 
 * Decode: ONE forward over the live rows, a contiguous view, one new token each, and one host sync to see what was sampled.
-* Park: a row that closed a call swaps places with the last live row. Its KV stays; the tool runs in the tool box while the others decode.
-* Join: rows whose result has come, and new requests, get what the cache lacks by right-padded prefill, several rows at once, and are live again.
-  A new prompt first copies the longest prefix that some row already holds: a group's prompt, or the instructions shared by all tasks, is computed once.
+* Park: a row that closed a call swaps places with the last live row. Its KV stays; the tool runs while the others decode.
+* Join: rows whose result has come, and new requests, get what the cache lacks by right-padded prefill, several rows at once, and are live.
+  A new prompt first copies the longest prefix that any row holds: what a group or all tasks have in common is computed once.
 * Leave: a finished row is given up at once, and the next request takes it.
 
-Every row keeps one id that the cache has not seen (its newest); the next decode step feeds it. So prefill never samples, and no token is computed twice.
+Every row keeps one id that the cache has not seen, its newest; the next decode step feeds it. So prefill never samples, and no token is
+computed twice.
 
-Noise is one uniform number a token, a pure function of (seed, step, task id, sample, position). With `deterministic` (default on CPU) scheduling too is a
-function of the seed: a parked row rejoins `delay` decode steps after its call (at the next step when rows join), the sampler waiting if the tool is later. Otherwise it rejoins when the
-tool is done. (Numbers differ by rounding, about 1e-7, between batches of different shape; a run that repeats has the same batches.)
+Noise is one uniform number a token, a pure function of (seed, step, task id, sample, position). With `deterministic` (default on CPU)
+scheduling too is a function of the seed: a parked row rejoins `delay` decode steps after its call, or at the next step at which rows
+join, the sampler waiting if the tool is later. Otherwise it rejoins when its tool is done. (Log-probs differ by rounding, about 1e-7,
+between batches of different shape; a run that repeats has the same batches.)
 
-Left out on purpose: CUDA graphs (decode() is the one function to capture; its shapes depend on the number of live rows alone, and it may safely be run on
-a few rows more, since what it writes behind a parked row is overwritten), paged KV (rows are of equal size: memory is known before the run starts),
-tensor parallelism, speculative decoding.
+Left out on purpose: CUDA graphs (`decode` is the function to capture; its shapes depend on the number of live rows alone, and running it
+on a few rows more does no harm, since what it writes behind a parked row is overwritten), paged KV (rows of equal size: memory is known
+before the run starts), tensor parallelism, speculative decoding.
 
-    toolbox = make_toolbox(args); sampler = Sampler(model, tokenizer, toolbox, slots=64)
+    sampler = Sampler(model, tokenizer, make_toolbox(args), slots=64)
     episodes = sampler.rollout([Request(ids, "mhqa", task_id, sample) for sample in range(8)])
 
-What to expect: bench/bench_sampler.py.
+On two CPU cores the 1M-parameter demo model samples some thousand tokens a second; bench/bench_sampler.py compares with transformers.
 """
 import codecs
 import functools
@@ -42,7 +44,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from coa_format import (ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, find_answer, find_calls, observation, parse)
+from coa_format import ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, find_answer, find_calls, observation, parse
 from model import InputError, KVCache
 
 JOIN_EVERY = 4  # while others decode, rows join only every so many steps: several are prefilled in one batch
@@ -51,7 +53,7 @@ END_REASONS = ("answered", "eos", "turn_cap", "token_cap", "deadline", "violatio
 
 @dataclass
 class Limits:
-    """Caps of one episode: generations, ids sampled in each, ids in all (prompt included; None: the sampler's max_len), seconds once started."""
+    """Caps of one episode: generations, ids sampled in each, ids in all with the prompt (None: the sampler's max_len), seconds from its start."""
     turns: int = 8
     new_tokens: int = 512
     total_tokens: int | None = None
@@ -72,8 +74,8 @@ class Request:
 @dataclass
 class Episode:
     """ids = prompt + response, with source (PROMPT, SAMPLED, ENVIRONMENT) and logprobs (0.0 where not sampled) parallel to it.
-    text is the response alone, a final EOS left out, invalid bytes as U+FFFD. turns counts generations, tool_calls executed calls, violations
-    malformed or unknown calls, stray closing tags and forged observations, overshoots closing tokens that held more text than their tag."""
+    text: the response alone, a final EOS left out, invalid bytes as U+FFFD. turns: generations. tool_calls: calls executed. violations:
+    malformed and unknown calls, stray closing tags, forged observations. overshoots: closing tokens that held more text than the tag."""
     ids: list[int]
     source: list[int]
     logprobs: list[float]
@@ -107,8 +109,8 @@ class Running:
 
 
 def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
-    """logits (n, V) fp32, uniforms (n,) fp64 in [0, 1) -> tokens (n,) int64 and their logprobs (n,) fp32 under the distribution sampled from:
-    softmax(logits / temperature), cut to the top_k likeliest and then to the smallest set of mass top_p, renormalised.
+    """logits (n, V) fp32, uniforms (n,) fp64 in [0, 1) -> tokens (n,) int64 and logprobs (n,) fp32 under the distribution sampled from:
+    softmax(logits / temperature), cut to the top_k likeliest, then to the smallest set of mass top_p, renormalised.
     temperature 0 is greedy; its logprobs are those of temperature 1."""
     if temperature == 0:
         logprobs, tokens = logits.log_softmax(-1).max(-1)
@@ -127,14 +129,14 @@ def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
 
 
 def noise(seed, step, task_id, sample, count):
-    """(count,) fp64 uniforms in [0, 1), one for each position of an episode: Philox keyed by all four names, so by neither rank nor row."""
+    """(count,) fp64 uniforms in [0, 1), one for each position of an episode: Philox keyed by these four, so by neither rank nor row."""
     key = hashlib.sha256(json.dumps([seed, step, task_id, sample]).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little"))).random(count)
 
 
 def token_bytes(tokenizer, vocab_size):
-    """list[bytes], one for each id of the model's vocabulary: what the token adds to the text. Byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and
-    SentencePiece-like with byte fallback (Llama 2, Gemma); ids that the tokenizer lacks add nothing. InputError for other kinds."""
+    """list[bytes], one for each id of the model's vocabulary: what the token adds to the text; b"" for ids that the tokenizer lacks.
+    Byte-level BPE (GPT-2, Qwen, Llama 3, SmolLM) and SentencePiece-like with byte fallback (Llama 2); InputError for other kinds."""
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": None}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
@@ -199,7 +201,8 @@ class Sampler:
 
     slots: rows of the cache = episodes at once. max_len: ids of one row (prompt included). So the cache takes
     slots * max_len * 2 * layers * kv_heads * head_dim * bytes of the weights' dtype.
-    deterministic: None = on CPU. delay: decode steps between a call and its row's return. force_answer: the last allowed turn starts with `<answer>`.
+    deterministic: None = on CPU. delay: decode steps between a call and its row's return. force_answer: the last allowed turn starts with
+    `<answer>`. prefill_tokens: ids of one prefill forward, padding included.
     After a call `stats` says what happened: tokens, steps, seconds, end reasons."""
 
     def __init__(self, model, tokenizer, toolbox=None, slots=64, max_len=2048, seed=0, deterministic=None, delay=4, force_answer=False,
@@ -209,7 +212,7 @@ class Sampler:
         self.slots, self.max_len, self.seed, self.delay, self.force_answer = slots, max_len, seed, delay, force_answer
         self.device, self.dtype = weight.device, weight.dtype
         self.deterministic = self.device.type == "cpu" if deterministic is None else deterministic
-        self.prefill_tokens = prefill_tokens or (2048 if self.device.type == "cpu" else 16384)  # ids of one prefill forward, padding included
+        self.prefill_tokens = prefill_tokens or (2048 if self.device.type == "cpu" else 16384)
         embeddings = model.config.vocab_size * model.config.hidden_size * (1 if model.config.tie_word_embeddings else 2)
         self.body = sum(p.numel() for p in model.parameters()) - embeddings  # weights that every token meets
         self.table = token_bytes(tokenizer, model.config.vocab_size)
@@ -224,9 +227,9 @@ class Sampler:
     # the two ways in
 
     def rollout(self, requests, temperature=1.0, top_p=1.0, top_k=0, step=0, training=False, on_text=None, progress=False):
-        """list[Request] -> list[Episode] in the same order. step: the training step, part of the noise's key.
-        training=True refuses what the trainer could not reproduce (top_p, top_k, greedy). on_text(request, text, source) streams text as it comes.
-        progress: one line on stderr. ValueError for settings that make no sense; a tool's failure is an observation, not an error."""
+        """list[Request] -> list[Episode] in the same order. step: the training step, part of the noise's key. training=True refuses what
+        the trainer could not reproduce (top_p, top_k, greedy). on_text(request, text, source) hears text as it is written. progress: one
+        line on stderr. InputError for a bad request; a tool's failure is an observation, not an error."""
         if training and (top_p < 1 or top_k > 0 or temperature <= 0):
             raise InputError("training rollouts sample from softmax(logits / temperature): expected top_p 1, top_k 0, temperature > 0")
         for request in requests:
@@ -234,12 +237,12 @@ class Sampler:
                 raise InputError(f"request {request.task_id}: profile {request.profile!r}: expected one of {', '.join(PROFILES)}")
         return self._run(requests, self.stops, (temperature, top_p, top_k), step, on_text, progress)
 
-    def generate(self, prompts_ids, max_new_tokens=256, temperature=0.0, top_p=1.0, top_k=0, stops=(), step=0, on_text=None, progress=False):
-        """Plain text without tools: list of prompts' ids -> list[Episode]. Ends at EOS ("eos"), at a stop string, kept in the text ("answered"),
-        or after max_new_tokens ids (an int, or one a prompt: "token_cap")."""
+    def generate(self, prompts_ids, max_new_tokens=256, temperature=0.0, top_p=1.0, top_k=0, stops=(), step=0, progress=False):
+        """Plain text without tools: list of prompts' ids -> list[Episode]. Ends at EOS ("eos"), at a stop string, kept in the text
+        ("answered"), or after max_new_tokens ids (an int, or a list of one a prompt: "token_cap")."""
         caps = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts_ids)
         requests = [Request(ids, "", str(i), 0, Limits(turns=1, new_tokens=cap)) for i, (ids, cap) in enumerate(zip(prompts_ids, caps))]
-        return self._run(requests, [stop.encode() for stop in stops], (temperature, top_p, top_k), step, on_text, progress)
+        return self._run(requests, [stop.encode() for stop in stops], (temperature, top_p, top_k), step, None, progress)
 
     @torch.inference_mode()
     def _run(self, requests, stops, sampling, step, on_text, progress):
@@ -289,8 +292,9 @@ class Sampler:
         self.episodes = [None] * len(requests)
         self.decoders = {}
         self.began = self.reported = time.monotonic()
-        self.stats = {"sampled_tokens": 0, "prefill_tokens": 0, "padded_tokens": 0, "shared_tokens": 0, "decode_steps": 0, "prefills": 0,
-                      "tool_calls": 0, "tool_wait_seconds": 0.0, "flop": 0, "bytes_read": 0, "ends": Counter(), "cache_bytes": self.cache.bytes}
+        self.stats = {"sampled_tokens": 0, "decode_steps": 0, "prefill_tokens": 0, "prefills": 0, "padded_tokens": 0, "shared_tokens": 0,
+                      "tool_calls": 0, "tool_wait_seconds": 0.0, "flop": 0, "bytes_read": 0, "cache_bytes": self.cache.bytes,
+                      "ends": Counter()}
 
     # -----------------------------------------------------------------------------
     # one decode step
@@ -389,7 +393,7 @@ class Sampler:
         return self._write(lane, encode_text(block, self.tokenizer), ENVIRONMENT) and self._begin_turn(lane)
 
     def _begin_turn(self, lane):
-        """The next ids are the model's; with force_answer the last allowed turn leaves it nothing but to answer. False if there is no room."""
+        """The next ids are the model's; with force_answer its last allowed turn can only be an answer. False if there is no room."""
         run = self.running[lane]
         run.turn_start = int(self.pos[lane])
         if self.force_answer and run.session and run.turn >= run.request.limits.turns:
@@ -535,26 +539,27 @@ class Sampler:
     def _count(self, lanes, new, sampled):
         """Account for one forward that appends new (lanes,) ids: useful FLOP, and bytes that must be read at least."""
         c, stats, seen = self.model.config, self.stats, self.held[lanes] + new
-        head = c.vocab_size * c.hidden_size
-        stats["flop"] += 2 * self.body * int(new.sum()) + 2 * head * len(lanes) * sampled
-        stats["flop"] += 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * float((new * (seen - new / 2)).sum())
-        stats["bytes_read"] += (self.body + head + 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * int(seen.sum())) * self.dtype.itemsize
+        head, heads = c.vocab_size * c.hidden_size, 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
+        values_per_id = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        stats["flop"] += 2 * self.body * int(new.sum()) + 2 * head * len(lanes) * sampled + heads * float((new * (seen - new / 2)).sum())
+        stats["bytes_read"] += (self.body + head + values_per_id * int(seen.sum())) * self.dtype.itemsize
         stats["decode_steps" if sampled else "prefills"] += 1
         stats["sampled_tokens" if sampled else "prefill_tokens"] += int(new.sum())
 
     def limit_share(self):
-        """The last call's use of the device: its FLOP or its bytes, whichever takes the measured peak longer, over the seconds it took (0 to 1)."""
+        """How much of the device the last call used (0 to 1): its FLOP or its bytes at the measured peak, the slower, over its seconds."""
         flops, bandwidth = measured_peaks(self.device, self.dtype)
         return max(self.stats["flop"] / flops, self.stats["bytes_read"] / bandwidth) / max(self.stats["rollout_seconds"], 1e-9)
 
     def _report(self, last=False, show=True):
-        """Bring the rates of `stats` up to date; show: as one line on stderr, twice a second on a terminal and at the end everywhere."""
+        """Bring the rates of `stats` up to date; show: one line on stderr, twice a second on a terminal, and at the end everywhere."""
         now, stats = time.monotonic(), self.stats
         stats["rollout_seconds"] = now - self.began
         stats["tokens_per_second"] = stats["sampled_tokens"] / max(stats["rollout_seconds"], 1e-9)
         if show and (last or sys.stderr.isatty() and now > self.reported + 0.5):
             self.reported = now
             tools = sum(tool["seconds"] for tool in self.toolbox.counters().values()) if self.toolbox else 0
-            print(f"\r{sum(stats['ends'].values())}/{len(self.episodes)} episodes | {stats['tokens_per_second']:,.0f} tokens/s | live {self.live} parked "
-                  f"{len(self.parked)} | tools {tools:.1f} s, waited {stats['tool_wait_seconds']:.1f} s | {self.limit_share():.0%} of the hardware's limit | "
-                  f"cache {stats['cache_bytes'] / 1e6:,.0f} MB", end="\n" if last else "", file=sys.stderr, flush=True)
+            print(f"\r{stats['ends'].total()}/{len(self.episodes)} episodes | {stats['tokens_per_second']:,.0f} tokens/s | "
+                  f"live {self.live} parked {len(self.parked)} | tools {tools:.1f} s, waited {stats['tool_wait_seconds']:.1f} s | "
+                  f"{self.limit_share():.0%} of the hardware's limit | cache {stats['cache_bytes'] / 1e6:,.0f} MB",
+                  end="\n" if last else "", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@
 sampler_single_turn  64 prompts, output lengths 16 to 256 (a batch of generate() decodes every row until the longest ends), and equal lengths.
                      Peers: transformers generate(), the better of its dynamic and static cache; generate_batch() beside it.
 sampler_ten_turns    tool episodes, prompt 1,000 ids, ten turns of 30 sampled and 200 observed, 32 at once in groups of 8, instant tools.
-                     Peers: generate() on the whole batch turn by turn; generate() episode by episode. Both prefill the history again each turn.
+                     Peers: generate() on the whole batch turn by turn; generate() episode by episode; TRL's GRPOTrainer. All prefill the history
+                     again each turn.
 sampler_slow_tools   256 of these episodes over 64 slots with tools of 0 to 1 s, against the same with instant tools (seconds).
 
 Random weights: what is sampled does not matter here, and the lengths are dictated to both sides. Each line ends in one JSON object.
@@ -126,6 +127,44 @@ def turn_by_turn(theirs, prompts, turns, sampled, observed):
     return time.perf_counter() - began
 
 
+def trl_rollout(theirs, tokenizer, prompts, turns, sampled, observed):
+    """TRL's GRPOTrainer rolls out the same episodes: its own _generate and tool loop, told which text holds a call. -> seconds, None without TRL"""
+    try:
+        import trl.trainer.grpo_trainer as module
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError:
+        return None
+    from datasets import Dataset
+    tokenizer.chat_template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+                               "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
+    tokenizer.response_schema = {}
+
+    def look_up() -> str:
+        """Look something up."""
+        return "x"
+
+    config = GRPOConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], num_generations=2, per_device_train_batch_size=len(prompts),
+                        max_completion_length=turns * (sampled + observed), generation_kwargs={"max_new_tokens": sampled, "min_new_tokens": sampled})
+    trainer = GRPOTrainer(theirs, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config, tools=[look_up],
+                          train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}] * len(prompts)), processing_class=tokenizer)
+    trainer._tokenize_prompts = lambda messages: ([list(prompt) for prompt in prompts], None, {})
+    trainer._get_tool_suffix_ids = lambda messages: [1] * observed
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"look_up": look_up}] * len(prompts), [{}] * len(prompts)
+    parsed = []
+
+    def parse_response(*_, **__):
+        parsed.append(1)
+        calls = [{"type": "function", "function": {"name": "look_up", "arguments": {}}}] if len(parsed) <= (turns - 1) * len(prompts) else None
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    original, module.parse_response = module.parse_response, parse_response
+    began = time.perf_counter()
+    completions = trainer._generate([[{"role": "user", "content": "x"}] for _ in prompts])[1]
+    seconds, module.parse_response, tokenizer.chat_template = time.perf_counter() - began, original, None
+    theirs.eval()
+    assert all(len(ids) == turns * sampled + (turns - 1) * observed for ids in completions), sorted(set(map(len, completions)))
+    return seconds
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # benches
 
@@ -173,6 +212,11 @@ def bench_ten_turns(name, model, theirs, tokenizer, args):
     few = 1 if args.quick else 2
     alone = sum(turn_by_turn(theirs, [prompt], turns, sampled, observed) for prompt in everyone[:few]) / few
     line("sampler_ten_turns", useful / seconds, turns * sampled / alone, f"{setting}; loop by episode (mean of {few})")
+    trainer = trl_rollout(theirs, tokenizer, everyone, turns, sampled, observed)
+    if trainer is None:
+        print("TRL's GRPOTrainer: skipped, not installed (pip install -r bench/requirements.txt)", flush=True)
+    else:
+        line("sampler_ten_turns", useful / seconds, useful / trainer, f"{setting}; TRL GRPOTrainer rollout")
 
 
 def bench_slow_tools(name, model, theirs, tokenizer, args):
