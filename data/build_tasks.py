@@ -32,7 +32,8 @@ from templates import BY, CHAINS, COMPARE, KEYED, LOOKED_UP, NAMES, ODD_CHAINS, 
 
 SIZES = {"sft": 1200, "rl": 2800, "dev": 500, "test": 900}                       # a third for each suite
 SHARES = [("test", 0.28), ("rl", 0.42), ("sft", 0.20), ("dev", 0.10)]            # of the families
-TOP_K, FAILING_TOP_K = 2, 3       # a right query finds its fact among 2 passages or results, a failing one does not even among 3
+TOP_K = {"wiki_search": 2, "web_search": 2}          # a right query finds its fact among so many passages or results
+FAILING_TOP_K = {"wiki_search": 2, "web_search": 3}                              # a failing one does not among so many (the tools' defaults)
 TRAINED, HELD_OUT = 5, 2                                                         # phrasings of a template
 
 
@@ -129,7 +130,8 @@ class Live:
         self.pages = {page["title"]: page for page in map(json.loads, corpus.read_text("utf8").splitlines())}
         self.store, self.kept = tools.Store(corpus), {}
 
-    def __call__(self, tool: str, argument: str, topk: int = TOP_K) -> str:
+    def __call__(self, tool: str, argument: str, topk: int | None = None) -> str:
+        topk = topk or TOP_K[tool]
         key = tool, argument, topk
         if key not in self.kept:
             made = tools.WikiSearch(self.store, topk) if tool == "wiki_search" else tools.WebSearch(self.store, topk)
@@ -157,7 +159,7 @@ def search(live, facts, tool, about, relation, word, page, finds=None, own_word=
     natural = natural or f"{about} {word}".strip()
     tries = list(dict.fromkeys([natural, f"{about} {word}".strip(), f"{about} {own_word}".strip(), about]))
     right = next((query for query in tries if needed in live(tool, query) and says(live(tool, query), value)), None)
-    if right is None or right != natural and says(live(tool, natural, FAILING_TOP_K), value):
+    if right is None or right != natural and says(live(tool, natural, FAILING_TOP_K[tool]), value):
         raise Unfit(f"no query finds {relation} of {about}, or the failing one finds it by chance")
     step = {"tool": tool, "about": about, "wants": relation, "argument": right, "page": page, "finds": value, "fact": f"The {relation} of {about} is {value}."}
     if right != natural:
@@ -354,7 +356,7 @@ def choose(writer: Writer, suite: str, held_out: bool, odd: bool) -> dict:
         return writer.story(name, held_out) if name in STORIES else writer.compute(name, held_out)
     if suite == "mhqa" and not odd and rng.random() < 0.2:
         return writer.compare(*rng.choice(sorted(COMPARE)), held_out)
-    weights, kinds, paths, lasts = zip(*(ODD_CHAINS if odd and rng.random() < 0.5 else CHAINS[suite]))
+    weights, kinds, paths, lasts = zip(*(ODD_CHAINS if odd and rng.random() < (0.2 if suite == "mhqa" else 0.5) else CHAINS[suite]))
     odd = odd and kinds[0] not in KEYED
     i = rng.choices(range(len(kinds)), weights)[0]
     return writer.look_up(suite, kinds[i], paths[i] + [rng.choice(lasts[i])], held_out, odd)
