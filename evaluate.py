@@ -44,11 +44,12 @@ DEMO_MODELS = {"base": ("data/base", "part of the project"), "sft": ("runs/demo/
                "rl": ("runs/demo/rl/model", "make it with `python rl.py`")}
 PRESETS = {   # the paper's evaluation (section 4.1.1, 4.2.1; turn caps from the official scripts)
     "mhqa": dict(turns=8, new_tokens=8192, total_tokens=10240, temperature=1.0, top_p=0.9, topk=3),
-    "web": dict(turns=36, new_tokens=4096, total_tokens=32768, temperature=1.0, top_p=0.9, trim=True),
-    "code": dict(turns=12, new_tokens=28672, total_tokens=32768, temperature=0.6, top_p=1.0)}
+    "web": dict(turns=36, new_tokens=4096, total_tokens=32768, temperature=1.0, top_p=0.9, web_topk=10, trim=True),
+    "code": dict(turns=12, new_tokens=28672, total_tokens=32768, temperature=0.6, top_p=1.0, code_memory_mb=5000)}
 
-WITHOUT_EFFECT = ("out", "fresh", "tasks", "limit", "subset", "agent", "model", "method", "preset", "ask", "check_report", "concurrency", "timeout", "tool_cache",
-                  "unsafe_code", "no_tools", "corpus")                  # on a stage's chains, or recorded otherwise
+# options that change no chain of a stage, or are recorded in another form
+WITHOUT_EFFECT = ("out", "fresh", "tasks", "limit", "subset", "agent", "model", "method", "preset", "ask", "check_report", "concurrency",
+                  "timeout", "tool_cache", "unsafe_code", "no_tools", "corpus")
 
 # ----------------------------------------------------------------------------------------------------------------------------------
 # What a stage asks. Baselines are prompts: ReAct is a chain with thoughts and calls alone, direct has no tools.
@@ -109,27 +110,32 @@ def trim(text, budget, count):
 def sampled_chains(sampler, args, method, tasks, samples, temperature):
     """Chains of a local model. With --trim a chain that fills its context goes on from a shortened copy, with fresh keys and values."""
     limits, tokenizer = answer_limits(args, method), sampler.tokenizer
-    requests = [Request(prompt_ids(task_prompt(task, args, method), tokenizer), stage_profile(task.agent, method, args.declare), task.id, s,
-                        limits, task.question) for task in tasks for s in samples]
-    rows, todo, step = {}, requests, 0
+
+    def ids_of(text):
+        return encode(text, tokenizer, eos=False).ids
+    own = {task.id: prompt_ids(task_prompt(task, args, method), tokenizer) for task in tasks}
+    todo = [Request(own[task.id], stage_profile(task.agent, method, args.declare), task.id, sample, limits, task.question)
+            for task in tasks for sample in samples]
+    rows, step = {}, 0
     while todo:
         again = []
         for request, e in zip(todo, sampler.rollout(todo, temperature=temperature, top_p=args.top_p if temperature else 1.0, step=step)):
-            key = (e.task_id, e.sample)
-            row = rows.setdefault(key, {"id": e.task_id, "sample": e.sample, "text": "", "turns": 0, "tool_calls": 0, "violations": 0,
-                                        "tokens_written": 0, "tokens_read": 0, "trimmed": step})
+            row = rows.setdefault((e.task_id, e.sample), empty_row(e.task_id, e.sample))
             row["text"] += e.text
             for name, value in (("turns", e.turns), ("tool_calls", e.tool_calls), ("violations", e.violations),
                                 ("tokens_written", e.source.count(SAMPLED)), ("tokens_read", e.source.count(ENVIRONMENT))):
                 row[name] += value
             row |= {"end_reason": e.end_reason, "trimmed": step}
             if args.trim and e.end_reason == "token_cap" and row["turns"] < limits.turns and step < limits.turns:
-                short = trim(row["text"], (args.total_tokens - e.prompt_len) // 2, lambda text: len(encode(text, tokenizer, eos=False).ids))
-                own = prompt_ids(task_prompt(next(t for t in tasks if t.id == e.task_id), args, method), tokenizer)
-                again.append(dataclasses.replace(request, prompt_ids=own + encode(short, tokenizer, eos=False).ids,
-                                                 limits=dataclasses.replace(limits, turns=limits.turns - row["turns"])))
+                short = trim(row["text"], (args.total_tokens - len(own[e.task_id])) // 2, lambda text: len(ids_of(text)))
+                rest = dataclasses.replace(limits, turns=limits.turns - row["turns"])
+                again.append(dataclasses.replace(request, prompt_ids=own[e.task_id] + ids_of(short), limits=rest))
         todo, step = again, step + 1
     return list(rows.values())
+
+
+def empty_row(task_id, sample):
+    return {"id": task_id, "sample": sample, "text": "", "turns": 0, "tool_calls": 0, "violations": 0, "tokens_written": 0, "tokens_read": 0}
 
 
 def restore_stop(text, reason, stops):
@@ -147,11 +153,11 @@ def served_chain(llm, toolbox, start, task, sample, temperature, args, method):
     the tool, append the observation, go on. start: prompt text. The rules are the sampler's, on text instead of ids."""
     limits, profile = answer_limits(args, method), PROFILES[stage_profile(task.agent, method, args.declare)]
     stops, session = [f"</{tool}>" for tool in TOOLS] + ["</answer>", "<observation>"], toolbox.session(task.question)
-    row = {"id": task.id, "sample": sample, "text": "", "turns": 0, "tool_calls": 0, "violations": 0, "tokens_written": 0, "tokens_read": 0}
+    row = empty_row(task.id, sample)
     seed = int.from_bytes(hashlib.sha256(f"{args.seed}|{task.id}|{sample}".encode()).digest()[:4], "big") >> 1
-    context, turn, asked = "", "", None                                 # asked: tokens of the prompt
+    context, turn, asked, used = "", "", 0, 0                           # tokens of the prompt; of prompt and context
     while True:
-        room = limits.total_tokens - (asked or 0) - row["tokens_written"] - row["tokens_read"]
+        room = limits.total_tokens - used
         if room <= 0:
             return row | {"end_reason": "token_cap"}
         try:
@@ -159,10 +165,11 @@ def served_chain(llm, toolbox, start, task, sample, temperature, args, method):
                                  max_tokens=min(limits.new_tokens, room), seed=seed + row["turns"])
         except LLMError as error:
             return row | {"end_reason": "server_error", "error": str(error)[:300]}
-        read, wrote = (reply.usage.get(f"{name}_tokens") for name in ("prompt", "completion"))
+        read = reply.usage.get("prompt_tokens") or len(start + context) // 3
+        wrote = reply.usage.get("completion_tokens") or len(reply.text) // 3 + 1
         asked = asked or read
-        row["tokens_read"] = max(row["tokens_read"], (read or 0) - (asked or 0) - row["tokens_written"])
-        row["tokens_written"] += wrote or len(reply.text) // 3 + 1
+        row["tokens_read"] = max(row["tokens_read"], read - asked - row["tokens_written"])
+        row["tokens_written"], used = row["tokens_written"] + wrote, read + wrote
         stop = restore_stop(reply.text, reply.stop_reason, stops) if reply.finish_reason == "stop" else ""
         turn, row["text"], context = (text + reply.text + stop for text in (turn, row["text"], context))
         if stop and parse(turn)[-1].problem == "unclosed" and parse(turn)[-1].tag in ("code", "answer"):
@@ -174,9 +181,10 @@ def served_chain(llm, toolbox, start, task, sample, temperature, args, method):
         if not stop or row["turns"] >= limits.turns:
             return row | {"end_reason": "turn_cap" if stop else "token_cap" if reply.finish_reason == "length" else "eos"}
         block = observation(call_tool(session, profile, turn, stop[2:-1], row))
-        turn, row["text"], context = "", row["text"] + block, context + block
-        if args.trim and (read or 0) > limits.total_tokens - 2 * limits.new_tokens:
-            context = trim(context, (limits.total_tokens - (asked or 0)) // 2, lambda text: len(text) // 3)
+        turn, row["text"], context, used = "", row["text"] + block, context + block, used + len(block) // 3
+        if args.trim and used > limits.total_tokens - limits.new_tokens:
+            context = trim(context, (limits.total_tokens - asked) // 2, lambda text: len(text) // 3)
+            used = asked + len(context) // 3
 
 
 def call_tool(session, profile, turn, tag, row):
@@ -198,8 +206,8 @@ def team_chain(llm, toolbox, task, sample, temperature, args):
         return llm.chat(messages, temperature=temperature, max_tokens=args.new_tokens, seed=args.seed + sample)
     steps, end = Teacher(chat, toolbox.session(task.question), task.question, task.agent, max_acts=3 * args.turns).solve()
     text = to_chain(Trace(task.id, sample, task.question, task.agent, task.data_source, "team", steps, end))
-    return {"id": task.id, "sample": sample, "text": text, "turns": len(steps), "tool_calls": sum(step["observation"] is not None for step in steps),
-            "violations": 0, "tokens_written": llm.usage["completion_tokens"], "tokens_read": llm.usage["prompt_tokens"], "end_reason": end}
+    return {**empty_row(task.id, sample), "text": text, "turns": len(steps), "tool_calls": sum(step["observation"] is not None for step in steps),
+            "tokens_written": llm.usage["completion_tokens"], "tokens_read": llm.usage["prompt_tokens"], "end_reason": end}
 
 
 def served_chains(toolbox, tokenizer, model, args, method, tasks, samples, temperature):
@@ -213,12 +221,14 @@ def served_chains(toolbox, tokenizer, model, args, method, tasks, samples, tempe
             text = task_prompt(task, args, method)
             start = tokenizer.decode(prompt_ids(text, tokenizer)) if tokenizer else text + "\n"
             return served_chain(llm, toolbox, start, task, sample, temperature, args, method)
+        except LLMError as error:
+            return {**empty_row(task.id, sample), "end_reason": "server_error", "error": str(error)[:300]}
         finally:
             llm.close()
     with ThreadPoolExecutor(args.concurrency) as pool:
         rows = list(pool.map(one, [(task, sample) for task in tasks for sample in samples]))
     errors = [row for row in rows if row["end_reason"] == "server_error"]
-    if len(errors) == len(rows):                                        # one bad question is a wrong answer, a dead server is not a result
+    if len(errors) == len(rows):                                        # one bad question counts as wrong, a dead server is no result
         raise InputError(f"--endpoint {args.endpoint}: no request succeeded; the last error: {errors[-1]['error']}")
     return rows
 
@@ -240,8 +250,11 @@ Reply with the number of the best attempt alone."""
 def judge_choice(llm, rows):
     """Index of the attempt that the judge prefers; None when its reply names none."""
     attempts = "\n\n".join(f"Attempt {i}, answer: {row['answer'] or '(none)'}\n{row['text'][-1500:]}" for i, row in enumerate(rows, 1))
-    reply = llm.chat([{"role": "user", "content": CHOOSE.format(question=rows[0]["question"], attempts=attempts)}], temperature=0.0, max_tokens=10)
-    number = re.search(r"\d+", reply)
+    message = CHOOSE.format(question=rows[0]["question"], attempts=attempts)
+    try:
+        number = re.search(r"\d+", llm.chat([{"role": "user", "content": message}], temperature=0.0, max_tokens=10))
+    except LLMError:
+        return None
     return int(number[0]) - 1 if number and 1 <= int(number[0]) <= len(rows) else None
 
 
@@ -258,6 +271,9 @@ def graded(tasks, chains, judge):
                 "tools": dict(Counter(call.tag for call in find_calls(row["text"]))), "double_check": double_check_score(row["text"])}
     with ThreadPoolExecutor(8) as pool:
         rows = list(pool.map(one, sorted(chains, key=lambda row: (place[row["id"]], row["sample"]))))
+    verdicts = [row["judge_failed"] for row in rows if "judge_failed" in row]
+    if verdicts and all(verdicts):                                      # one lost verdict is counted, a dead judge is no result
+        raise InputError(f"--judge {judge.base_url}: no readable verdict; the last reply: {rows[-1].get('rationale', '')}")
     for part in by_question(rows).values() if judge else ():
         attempts = [row for row in part if row["sample"]]
         if attempts and (choice := judge_choice(judge, attempts)) is not None:
@@ -280,7 +296,8 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
         rows = graded(chunks[i], chains, judge)
         write_jsonl(parts[i], rows)
         spent, mark = time.monotonic() - mark, time.monotonic()
-        print(f"{folder.name:14} {i + 1:4} of {len(chunks)}: {len(chunks[i])} questions in {spent:.1f} s, right {mean(r['score'] for r in rows):.1%}", flush=True)
+        right = mean(row["score"] for row in rows)
+        print(f"{folder.name:14} {i + 1:4} of {len(chunks)}: {len(chunks[i])} questions in {spent:.1f} s, right {right:.1%}", flush=True)
         if ranks.is_main:
             add_seconds(folder.parent, spent)
     if toolbox:
@@ -306,8 +323,8 @@ def subset(tasks, n):
     for task in sorted(tasks, key=lambda task: hashlib.sha256(task.id.encode()).digest()):
         place[task.id] = (taken[task.data_source], task.data_source)
         taken[task.data_source] += 1
-    chosen = sorted(tasks, key=lambda task: place[task.id])[:n or len(tasks)]
-    return sorted(chosen, key=tasks.index) if len(chosen) < len(tasks) else tasks
+    chosen = {task.id for task in sorted(tasks, key=lambda task: place[task.id])[:n or len(tasks)]}
+    return [task for task in tasks if task.id in chosen]
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -327,14 +344,16 @@ class Painter:
 
     def write(self, text, last=False):
         self.buffer += text
-        cut = len(self.buffer) if last else max(self.buffer.rfind("<"), 0) if "<" in self.buffer[-30:] and ">" not in self.buffer[self.buffer.rfind("<"):] else len(self.buffer)
+        start = self.buffer.rfind("<", max(0, len(self.buffer) - 30))                             # perhaps a tag that is not complete yet
+        cut = start if start >= 0 and ">" not in self.buffer[start:] and not last else len(self.buffer)
         ready, self.buffer = CONTROL.sub("\ufffd", self.buffer[:cut]), self.buffer[cut:]
         if not self.colour:
             self.stream.write(ready)
         else:
             at = 0
             for match in [*TAG.finditer(ready), None]:
-                self.stream.write(f"\033[{COLOURS.get(self.open, '33') if self.open else '0'}m{ready[at:match.start() if match else None]}\033[0m")
+                colour = COLOURS.get(self.open, "33") if self.open else "0"
+                self.stream.write(f"\033[{colour}m{ready[at:match.start() if match else None]}\033[0m")
                 if match:
                     self.stream.write(f"\033[2m{match[0]}\033[0m")
                     self.open, at = None if match[1] else match[2], match.end()
@@ -358,19 +377,27 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_arguments(parser, "runs/demo/eval", tasks=["data/tasks/test.jsonl"])
     group = parser.add_argument_group("what to measure")
-    group.add_argument("--model", nargs="+", default=[f"{name}={path}" for name, (path, _) in DEMO_MODELS.items()], help="NAME=DIR (or hub id, or the served model) of every stage (default: the demo's base, sft, rl)")
-    group.add_argument("--method", nargs="+", choices=("coa", "direct", "react", "team"), default=["coa"], help="chain of agents, and baselines (for instruct models): no tools; thoughts and calls alone; distill.py's agents, one request an act (needs --endpoint)")
+    group.add_argument("--model", nargs="+", default=[f"{name}={path}" for name, (path, _) in DEMO_MODELS.items()],
+                       help="NAME=DIR (or hub id, or the served model) of every stage (default: the demo's base, sft, rl)")
+    group.add_argument("--method", nargs="+", choices=("coa", "direct", "react", "team"), default=["coa"],
+                       help="chain of agents, and baselines for instruct models: no tools; thoughts and calls alone; distill.py's agents, one "
+                            "request an act (needs --endpoint)")
     group.add_argument("--samples", type=int, default=0, help="sampled answers a question, beside the greedy one (default %(default)s)")
-    group.add_argument("--subset", type=int, default=300, help="how many questions base and the run without tools get; 0: base all, and no run without tools (default %(default)s)")
+    group.add_argument("--subset", type=int, default=300,
+                       help="questions for base and for the run without tools; 0: base gets all, and no run without tools (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="ask only a fixed choice of that many questions (default: all)")
     group.add_argument("--agent", help="agent profile of rows that name none, and of --ask (default mhqa)")
-    group.add_argument("--declare", nargs="+", default=[], choices=sorted(TOOLS), help="tools to offer beside the profile's own, to see whether an untrained one is used")
-    group.add_argument("--judge", metavar="URL", help="OpenAI-compatible server that decides look-up questions and best@k; keys from COA_API_KEY or OPENAI_API_KEY")
+    group.add_argument("--declare", nargs="+", default=[], choices=sorted(TOOLS),
+                       help="tools to offer beside the profile's own, to see whether an untrained one is used")
+    group.add_argument("--judge", metavar="URL",
+                       help="OpenAI-compatible server that decides look-up questions and best@k; its key from COA_API_KEY or OPENAI_API_KEY")
     group.add_argument("--judge-model", default="Qwen2.5-72B-Instruct", help="default %(default)s (the paper's)")
     group.add_argument("--ask", metavar="QUESTION", help="instead: stream one chain of the last model that exists")
-    group.add_argument("--check-report", metavar="DIR", help="instead: exit 1 unless DIR/report.json is valid, SFT beats base and every suite used tools")
+    group.add_argument("--check-report", metavar="DIR",
+                       help="instead: exit 1 unless DIR/report.json is valid, SFT beats base and every suite used tools")
     group = parser.add_argument_group("sampling and budget")
-    group.add_argument("--preset", choices=PRESETS, help="the paper's values for --turns --new-tokens --total-tokens --temperature --top-p, and --prompt full")
+    group.add_argument("--preset", choices=PRESETS,
+                       help="the paper's values for turns, tokens, sampling and tools, and --prompt full")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief: for tiny models (default)")
     group.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
     group.add_argument("--top-p", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
@@ -383,7 +410,7 @@ def parse_arguments():
     group = parser.add_argument_group("served model")
     group.add_argument("--endpoint", metavar="URL", help="server with /v1/completions; --model then names its model")
     group.add_argument("--tokenizer", metavar="DIR", help="whose chat template the served model expects (default: none, question and newline)")
-    group.add_argument("--concurrency", type=int, default=16)
+    group.add_argument("--concurrency", type=int, default=16, help="chains at a time (default %(default)s)")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds a request")
     add_tool_arguments(parser)
     known, _ = parser.parse_known_args()
@@ -414,8 +441,8 @@ if __name__ == "__main__":
     for name, path in models.items():
         if (path, name) in [(demo, name) for name, (demo, _) in DEMO_MODELS.items()] and not Path(path).exists():
             raise InputError(f"{path}: no such model; {DEMO_MODELS[name][1]}")
-    plan = [(name if method == "coa" else f"{name}_{method}", path, method, not args.no_tools, subset(tasks, args.subset) if name == "base" else tasks)
-            for name, path in models.items() for method in args.method]
+    plan = [(name if method == "coa" else f"{name}_{method}", path, method, not args.no_tools,
+             subset(tasks, args.subset) if name == "base" else tasks) for name, path in models.items() for method in args.method]
     if args.subset and not args.no_tools and not args.endpoint:
         plan.append((f"{plan[-1][0]}_no_tools", *plan[-1][1:3], False, subset(tasks, args.subset)))
     judge = LLM(args.judge, args.judge_model, cache_path=out / "judge.sqlite") if args.judge else None
@@ -448,4 +475,6 @@ if __name__ == "__main__":
         folder = out.parent if out.name == "eval" else out
         table = write_report(folder, {name: out / name for name, *_ in plan}, json.loads((out / "seconds.json").read_text()), args)
         print(f"\n{table}\n\nreport: {folder / 'report.md'}   every chain: {folder / 'traces.html'}")
+        if judge:
+            print(f"judge: {json.dumps(judge.usage)}")
     teardown()

@@ -42,8 +42,10 @@ def pass_at_k(n, c, k):
 def bootstrap_interval(values, resamples=2000, seed=0):
     """95 % percentile interval [lo, hi] of the mean of `values`, one number a question, by resampling questions."""
     values, rng = np.asarray(values, float), np.random.default_rng(seed)
-    block = max(1, 1_000_000 // len(values))
-    means = np.concatenate([values[rng.integers(len(values), size=(min(block, resamples - i), len(values)))].mean(axis=1) for i in range(0, resamples, block)])
+    n = len(values)
+    block = max(1, 1_000_000 // n)                                      # resamples at a time
+    sizes = [min(block, resamples - i) for i in range(0, resamples, block)]
+    means = np.concatenate([values[rng.integers(n, size=(size, n))].mean(axis=1) for size in sizes])
     return [float(x) for x in np.quantile(means, (0.025, 0.975))]
 
 
@@ -84,38 +86,43 @@ def own_choice(rows):
 
 
 def scores(rows):
-    """All numbers of a stage: over everything, and by suite."""
-    suites = defaultdict(list)
+    """All numbers of a stage: over everything, by suite, and by whether training had the question's phrasing."""
+    suites, phrasings = defaultdict(list), {}
     for row in rows:
         suites[row["suite"]].append(row)
-    held_out = {key: [row["score"] for row in rows if row["sample"] == 0 and row["held_out_phrasing"] is flag] for key, flag in (("seen", False), ("held_out", True))}
-    return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()},
-            "phrasings": {key: {"mean": mean(values), "n": len(values)} for key, values in held_out.items()}}
+    for key, held_out in (("seen", False), ("held_out", True)):
+        part = [row["score"] for row in rows if row["sample"] == 0 and row["held_out_phrasing"] is held_out]
+        phrasings[key] = {"mean": mean(part), "n": len(part)}
+    return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()}, "phrasings": phrasings}
 
 
 def numbers(rows):
+    """The numbers of some rows; sample 0 is the greedy answer. A question without an answer has no em, f1 ...: it counts as 0."""
     greedy, sampled = ([row for row in rows if (row["sample"] == 0) is first] for first in (True, False))
     solved = sum(row["score"] == 1 for row in greedy)
-    out = {"mean": mean(r["score"] for r in greedy), "ci95": bootstrap_interval([r["score"] for r in greedy]), "n": len(greedy),
-           "metric": ", ".join(sorted({r["metric"] for r in greedy})), "tool_calls": mean(r["tool_calls"] for r in greedy),
-           "tokens": mean(r["tokens_written"] for r in greedy), "violations": mean(r["violations"] for r in greedy),
-           "per_solved": {key: sum(r[key] for r in greedy) / solved if solved else None for key in ("tool_calls", "tokens_written", "tokens_read")},
-           "ends": dict(Counter(r["end_reason"] for r in greedy)), "judge_failed": sum(bool(r.get("judge_failed")) for r in rows),
-           "calls": dict(sum((Counter(r["tools"]) for r in greedy), Counter()))}
+    out = {key: mean(row[column] for row in greedy) for key, column in (("mean", "score"), ("tool_calls", "tool_calls"), ("tokens", "tokens_written"),
+                                                                         ("violations", "violations"))}
+    out |= {"ci95": bootstrap_interval([row["score"] for row in greedy]), "n": len(greedy), "metric": ", ".join(sorted({row["metric"] for row in greedy})),
+            "per_solved": {key: sum(row[key] for row in greedy) / solved if solved else None for key in ("tool_calls", "tokens_written", "tokens_read")},
+            "ends": dict(Counter(row["end_reason"] for row in greedy)), "calls": dict(sum((Counter(row["tools"]) for row in greedy), Counter())),
+            "judge_failed": sum(bool(row.get("judge_failed")) for row in rows)}
     for key in ("em", "em_first", "f1", "cover_em", "partial"):
-        values = [float(r[key]) if key in r else 0.0 for r in greedy]
-        if any(key in r for r in greedy):
-            out[key] = mean(values)                                     # a question without an answer counts as 0
-    if sampled:
-        groups = list(by_question(sampled).values())
-        k = min(map(len, groups))
-        out |= {"k": k, "mean_at_k": mean(mean(r["score"] for r in g) for g in groups), "mean_at_k_ci95": bootstrap_interval([mean(r["score"] for r in g) for g in groups]),
-                "pass_at": {j: mean(pass_at_k(len(g), sum(r["score"] == 1 for r in g), j) for g in groups) for j in sorted({1, 2, 3, 4, 8, 16, k}) if j <= k},
-                "best_at_k": {"majority": mean(majority(g)["score"] for g in groups), "double_check": mean(own_choice(g)["score"] for g in groups)}}
-        chosen = [r["score"] for r in sampled if r.get("judges_choice")]
-        if chosen:
-            out["best_at_k"]["judge"] = sum(chosen) / len(groups)       # no readable choice counts as wrong
-    return out
+        if any(key in row for row in greedy):
+            out[key] = mean(float(row.get(key, 0)) for row in greedy)
+    return out | (sampled_numbers(list(by_question(sampled).values())) if sampled else {})
+
+
+def sampled_numbers(groups):
+    """mean@k, pass@k and best@k of the sampled rows, one list a question."""
+    k, means = min(map(len, groups)), [mean(row["score"] for row in group) for group in groups]
+    right = [sum(row["score"] == 1 for row in group) for group in groups]
+    sizes = [j for j in sorted({1, 2, 3, 4, 8, 16, k}) if j <= k]
+    best = {"majority": mean(majority(group)["score"] for group in groups), "double_check": mean(own_choice(group)["score"] for group in groups)}
+    chosen = [row["score"] for group in groups for row in group if row.get("judges_choice")]
+    if chosen:
+        best["judge"] = sum(chosen) / len(groups)                       # a question without a readable choice counts as wrong
+    return {"k": k, "mean_at_k": mean(means), "mean_at_k_ci95": bootstrap_interval(means), "best_at_k": best,
+            "pass_at": {j: mean(pass_at_k(len(group), c, j) for group, c in zip(groups, right)) for j in sizes}}
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -136,38 +143,77 @@ def markdown(header, rows):
 
 def final_table(stages):
     suites = sorted({suite for s in stages.values() for suite in s["suites"]})
-    return markdown(["stage", "questions", "right", "95 % interval", *suites, "held-out phrasings", "tool calls", "tokens written", "violations"],
-                    [[name, s["n"], percent(s["mean"]), span(s["ci95"]), *(percent(s["suites"].get(x, {}).get("mean")) for x in suites),
-                      percent(s["phrasings"]["held_out"]["mean"]) if s["phrasings"]["held_out"]["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}",
-                      f"{s['violations']:.2f}"] for name, s in stages.items()])
+    header = ["stage", "questions", "right", "95 % interval", *suites, "held-out phrasings", "tool calls", "tokens written", "violations"]
+    rows = []
+    for name, s in stages.items():
+        held_out = s["phrasings"]["held_out"]
+        rows.append([name, s["n"], percent(s["mean"]), span(s["ci95"]), *(percent(s["suites"].get(suite, {}).get("mean")) for suite in suites),
+                     percent(held_out["mean"]) if held_out["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}", f"{s['violations']:.2f}"])
+    return markdown(header, rows)
+
+
+def quality_table(stages):
+    header = ["stage", "suite", "n", "metric", "greedy", "em, first part", "F1", "cover-em", "partial", "judge failures", "mean@k", "pass@k", "best@k"]
+    rows = []
+    for name, s in stages.items():
+        for suite, x in [*s["suites"].items(), ("all", s)]:
+            rows.append([name, suite, x["n"], x["metric"], f"{percent(x['mean'])} ({span(x['ci95'])})",
+                         *(percent(x.get(key)) for key in ("em_first", "f1", "cover_em", "partial")), x["judge_failed"]])
+            if "k" in x:
+                rows[-1] += [f"{percent(x['mean_at_k'])} ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
+                             ", ".join(f"{how} {percent(v)}" for how, v in x["best_at_k"].items())]
+    width = max(map(len, rows))
+    return markdown(header[:width], rows)
+
+
+def cost_table(stages):
+    header = ["stage", "suite", "calls executed", "violations", "calls per solved", "tokens written per solved", "tokens read per solved",
+              "calls written, in all", "end reasons"]
+    rows = []
+    for name, s in stages.items():
+        for suite, x in [*s["suites"].items(), ("all", s)]:
+            rows.append([name, suite, f"{x['tool_calls']:.2f}", f"{x['violations']:.2f}", *("" if v is None else f"{v:.1f}" for v in x["per_solved"].values()),
+                         *(", ".join(f"{key} {n}" for key, n in x[column].items()) for column in ("calls", "ends"))])
+    return markdown(header, rows)
 
 
 def report_text(report, stages, args):
-    """report.md: what was measured, and how."""
+    """report.md: what was measured, and how. stages: {name: numbers}, those without tools too."""
     sampled = f" and {args.samples} sampled at temperature {args.temperature}, top-p {args.top_p}" if args.samples else ""
-    quality, cost = [], []
-    for name, s in stages.items():
-        for suite, x in [*s["suites"].items(), ("all", s)]:
-            many = [f"{percent(x['mean_at_k'])} ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
-                    ", ".join(f"{k} {percent(v)}" for k, v in x["best_at_k"].items())] if "k" in x else []
-            quality.append([name, suite, x["n"], x["metric"], f"{percent(x['mean'])} ({span(x['ci95'])})", *(percent(x.get(key)) for key in ("em_first", "f1", "cover_em", "partial")),
-                            x["judge_failed"], *many])
-            cost.append([name, suite, f"{x['tool_calls']:.2f}", f"{x['violations']:.2f}", *("" if v is None else f"{v:.1f}" for v in x["per_solved"].values()),
-                         ", ".join(f"{k} {v}" for k, v in x["calls"].items()), ", ".join(f"{k} {v}" for k, v in x["ends"].items())])
-    return "\n".join([
-        "# Report", "", f"Questions: {', '.join(args.tasks)}. One greedy answer each{sampled}. At most {args.turns} turns, {args.total_tokens} tokens; {args.prompt} prompt; seed {args.seed}. "
-        f"Machine: {report['machine']}. Commit {report['commit']}. Intervals are 95 % bootstrap intervals over questions; every question stays in the denominator.", "",
-        final_table(stages), "", "Tool calls, tokens and violations are averages a question.", "", "![curves](curves.png)", "", "Every chain: [traces.html](traces.html)", "",
-        "## Differences on the same questions", "",
-        markdown(["stages", "difference", "95 % interval", "questions"], [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]), "",
-        "## Phrasings of the question", "",
-        markdown(["stage", "seen in training", "n", "never seen", "n"], [[name, *(x for key in ("seen", "held_out") for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
-                                                                         for name, s in stages.items()]), "",
-        "## By suite", "", markdown(["stage", "suite", "n", "metric", "greedy", "em, first part", "F1", "cover-em", "partial", "judge failures",
-                                     *(["mean@k", "pass@k", "best@k"] if sampled else [])], quality), "",
-        "## Cost", "", markdown(["stage", "suite", "calls executed", "violations", "calls per solved", "tokens written per solved", "tokens read per solved", "calls written, in all",
-                                 "end reasons"], cost), "",
-        "## Time", "", markdown(["step", "seconds"], report["seconds"].items()), ""])
+    phrasings = [[name, *(x for key in ("seen", "held_out") for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
+                 for name, s in stages.items()]
+    differences = [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]
+    return f"""# Report
+
+Questions: {', '.join(args.tasks)}. One greedy answer each{sampled}. At most {args.turns} turns and {args.total_tokens} tokens; {args.prompt} prompt; seed {args.seed}.
+Machine: {report['machine']}. Commit {report['commit']}. Intervals: 95 % bootstrap over questions. Every question stays in the denominator.
+
+{final_table(stages)}
+
+Tool calls, tokens and violations are averages a question. Every chain: [traces.html](traces.html)
+
+![curves](curves.png)
+
+## Differences on the same questions
+
+{markdown(["stages", "difference", "95 % interval", "questions"], differences)}
+
+## Phrasings of the question
+
+{markdown(["stage", "seen in training", "n", "never seen", "n"], phrasings)}
+
+## Quality by suite
+
+{quality_table(stages)}
+
+## Cost by suite
+
+{cost_table(stages)}
+
+## Time
+
+{markdown(["step", "seconds"], report["seconds"].items())}
+"""
 
 
 def validate_report(report):
@@ -181,7 +227,8 @@ def validate_report(report):
         return True
     for name, s in report.get("stages", {}).items():
         interval = s.get("ci95") or [None, None]
-        if all([need(f"{name}.mean", s.get("mean"), 0, 1), *(need(f"{name}.ci95", x, 0, 1) for x in interval)]) and not interval[0] <= s["mean"] <= interval[1]:
+        sound = [need(f"{name}.mean", s.get("mean"), 0, 1), *(need(f"{name}.ci95", x, 0, 1) for x in interval)]
+        if all(sound) and not interval[0] <= s["mean"] <= interval[1]:
             problems.append(f"{name}.ci95: does not hold the mean")
         for key in ("n", "tool_calls", "tokens", "violations"):
             need(f"{name}.{key}", s.get(key), key == "n")
@@ -207,7 +254,8 @@ def check_report(folder):
         return problems
     if stages["sft"]["mean"] <= stages["base"]["mean"]:
         problems.append(f"sft ({percent(stages['sft']['mean'])}) does not beat base ({percent(stages['base']['mean'])})")
-    return problems + [f"stages.{name}.suites.{suite}: no tool call was executed" for name in ("sft", "rl") for suite, part in stages[name]["suites"].items() if not part["tool_calls"]]
+    return problems + [f"stages.{name}.suites.{suite}: no tool call was executed" for name in ("sft", "rl")
+                       for suite, part in stages[name]["suites"].items() if not part["tool_calls"]]
 
 
 def machine():
@@ -236,12 +284,14 @@ def draw_curves(folder, stages):
     for axis, (name, title, keys) in zip(axes[0], panels):
         for key in keys:
             points = [(row["step"], row[key]) for row in logs[name] if row.get(key) is not None]
-            axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, linewidth=1, label=key.replace("_", " ")) if points else None
+            if points:
+                axis.plot(*zip(*points), marker="o" if len(points) < 40 else None, markersize=3, linewidth=1, label=key.replace("_", " "))
         axis.set(title=title, xlabel="step", ylim=(0, 1) if name == "rl" else (0, None))
         axis.legend()
-    means, intervals = [s["mean"] for s in stages.values()], [s["ci95"] for s in stages.values()]
-    axes[0][-1].bar(list(stages), means, yerr=[[m - i[0] for m, i in zip(means, intervals)], [i[1] - m for m, i in zip(means, intervals)]], capsize=4, color="#7a9cc6")
-    axes[0][-1].set(title="right on unseen questions", ylim=(0, 1))
+    means = [s["mean"] for s in stages.values()]
+    below, above = ([abs(s["mean"] - s["ci95"][side]) for s in stages.values()] for side in (0, 1))
+    axes[0][-1].bar(list(stages), means, yerr=[below, above], capsize=4, color="#7a9cc6")
+    axes[0][-1].set(title="share of questions answered right", ylim=(0, 1))
     axes[0][-1].tick_params(axis="x", labelrotation=20)
     temporary = folder / ".curves.png"
     figure.savefig(temporary, dpi=110, format="png")
@@ -258,11 +308,11 @@ PAGE_BYTES = 18_000_000
 
 def page_row(row, run):
     """A row of traces.html; segments are [tag, text, 1 if the model wrote it, problem if any]."""
-    optional = (("metric", "metric"), ("written", "tokens_written"), ("read", "tokens_read"), ("advantage", "advantage"), ("step", "step"))
-    return {"run": run, "id": row["id"], "suite": row["suite"], "sample": row["sample"], "question": shorten(row["question"], 2000), "gold": row["gold"],
-            "answer": shorten(row["answer"], 2000), "score": row["score"], "end": row["end_reason"], "violations": row["violations"], "turns": row["turns"],
-            "tools": row["tools"], **{key: row[name] for key, name in optional if row.get(name) is not None},
-            "segments": [[s.tag or "", s.text, int(s.source == "model"), *([s.problem] if s.problem else [])] for s in parse(row["text"])]}
+    names = {"id": "id", "suite": "suite", "sample": "sample", "gold": "gold", "score": "score", "end": "end_reason", "violations": "violations", "turns": "turns",
+             "tools": "tools", "metric": "metric", "written": "tokens_written", "read": "tokens_read", "advantage": "advantage", "step": "step"}
+    segments = [[s.tag or "", s.text, int(s.source == "model"), *([s.problem] if s.problem else [])] for s in parse(row["text"])]
+    return {"run": run, "question": shorten(row["question"], 2000), "answer": shorten(row["answer"], 2000), "segments": segments,
+            **{ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}}
 
 
 def shorten(text, longest):
@@ -284,8 +334,8 @@ def trace_page(runs):
         for segment in row["segments"]:
             segment[1] = shorten(segment[1], longest)
     while True:
-        data = {"runs": list(runs), "rows": rows, "notes": "" if len(rows) == total else f"{len(rows)} of {total} traces, the rest is in traces.jsonl"}
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        notes = "" if len(rows) == total else f"{len(rows)} of {total} traces, the rest is in traces.jsonl"
+        text = json.dumps({"runs": list(runs), "rows": rows, "notes": notes}, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
         if len(text.encode()) <= PAGE_BYTES:
             break
         places = {key: i for i, key in enumerate(dict.fromkeys((row["run"], row.get("step"), row["id"]) for row in rows))}
@@ -303,11 +353,14 @@ def rl_groups(folder, most=800):
         return []
     rows, config = read_jsonl(folder / "traces.jsonl"), json.loads((folder / "config.json").read_text())
     tasks = {task.id: task for task in load_tasks([file for file in config.get("tasks", []) if Path(file).is_file()])}
-    steps = sorted({row["step"] for row in rows})
-    every = max(1, math.ceil(len(rows) / most))
-    chosen = set(steps[::-every])
-    return [{**row, "id": row["task_id"], "question": tasks[row["task_id"]].question, "gold": tasks[row["task_id"]].answer, "answer": find_answer(row["text"]) or "",
-             "tools": dict(Counter(call.tag for call in find_calls(row["text"])))} for row in rows if row["step"] in chosen and row["task_id"] in tasks]
+    chosen = set(sorted({row["step"] for row in rows})[::-max(1, math.ceil(len(rows) / most))])
+    found = []
+    for row in rows:
+        if row["step"] in chosen and row["task_id"] in tasks:
+            task = tasks[row["task_id"]]
+            found.append({**row, "id": task.id, "question": task.question, "gold": task.answer, "answer": find_answer(row["text"]) or "",
+                          "tools": dict(Counter(call.tag for call in find_calls(row["text"])))})
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -324,11 +377,13 @@ def write_report(folder, stages, seconds, args):
     names = list(stages)
     apart = [name for name in names if name.endswith("_no_tools")]
     together = [name for name in names if name not in apart]
-    pairs = list(zip(together, together[1:])) + [(together[0], together[-1])] * (len(together) > 2) + [(name, name.removesuffix("_no_tools")) for name in apart]
-    differences = {f"{b} - {a}": paired_difference(*([row for row in runs[name] if row["sample"] == 0] for name in (b, a))) for a, b in pairs}
+    pairs = list(zip(together, together[1:])) + [(together[0], together[-1])] * (len(together) > 2)
+    greedy = {name: [row for row in rows if row["sample"] == 0] for name, rows in runs.items()}
+    differences = {f"{b} - {a}": paired_difference(greedy[b], greedy[a]) for a, b in pairs + [(name, name.removesuffix("_no_tools")) for name in apart]}
     steps = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
     report = {"stages": {name: numbers_of[name] for name in together}, "no_tools": {name: numbers_of[name] for name in apart},
-              "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(), "commit": commit()}
+              "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(),
+              "commit": commit()}
     write_atomic(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_atomic(folder / "report.md", report_text(report, numbers_of, args))
     draw_curves(folder, numbers_of)

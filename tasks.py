@@ -36,6 +36,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from coa_format import PROFILES, find_answer
+from llm import LLMError
 from model import InputError
 from sandbox import Limits, run_python
 
@@ -349,7 +350,10 @@ def judge_answer(llm, question, golds, answer, tries=4):
     """(True, False or None, rationale) by an LLM (llm.LLM: retries, cache and cost are its own). None: no readable verdict in `tries` replies."""
     message = JUDGE.format(question=question, gold=" OR ".join(golds), answer=answer[:4000])
     for attempt in range(tries):                                        # another seed, so that the cache cannot repeat an unreadable reply
-        reply = llm.chat([{"role": "user", "content": message}], temperature=0.0, max_tokens=400, seed=attempt)
+        try:
+            reply = llm.chat([{"role": "user", "content": message}], temperature=0.0, max_tokens=400, seed=attempt)
+        except LLMError as error:                                       # it has tried again already
+            return None, str(error)[:200]
         verdicts = set(re.findall(r'"judge?ment"\s*:\s*"(correct|incorrect)"', reply, re.I | re.S))
         if len(verdicts) == 1:
             rationale = re.search(r'"rationale"\s*:\s*"((?:[^"\\]|\\.)*)"', reply, re.S)
@@ -411,8 +415,9 @@ FIELDS = ("id", "question", "answer", "data_source", "agent", "hops", "prompt", 
 QUESTION = ("question", "Question", "problem", "Problem", "question_content", "description")
 ANSWER = ("answer", "golden_answers", "Answer", "Final answer", "final_answer", "expected_answer")
 ID = ("id", "task_id", "question_id", "unique_id", "ID", "name")
-KINDS = (("livecodebench", {"question_content", "public_test_cases"}), ("codecontests", {"description", "public_tests"}), ("gaia", {"Level", "task_id"}),
-         ("gaia", {"Level", "Annotator_Metadata"}), ("webwalker", {"root_url"}), ("hle", {"answer_type", "raw_subject"}), ("browsecomp", {"answer", "topic"}),
+KINDS = (("livecodebench", {"question_content", "public_test_cases"}), ("codecontests", {"description", "public_tests"}),
+         ("gaia", {"Level", "task_id"}), ("gaia", {"Level", "Annotator_Metadata"}), ("webwalker", {"root_url"}),
+         ("hle", {"answer_type", "raw_subject"}), ("browsecomp", {"answer", "topic"}),
          ("math500", {"problem", "unique_id", "subject"}), ("olympiadbench", {"final_answer", "is_multiple_answer"}))
 
 
@@ -473,7 +478,8 @@ def call_case(place, entry, data, output):
     """A function call and its result: LiveCodeBench's text (a JSON value a line), or lists, where APPS and AFM mostly wrap the result in
     a list of one (so both readings count)."""
     if isinstance(data, str):
-        return {"call": entry, "args": [decode(place, "input", line) for line in data.split("\n") if line.strip()], "expected": decode(place, "output", output)}
+        arguments = [decode(place, "input", line) for line in data.split("\n") if line.strip()]
+        return {"call": entry, "args": arguments, "expected": decode(place, "output", output)}
     return {"call": entry, "args": data, "expected": output, "or": output[0] if isinstance(output, list) and len(output) == 1 else output}
 
 
@@ -494,13 +500,15 @@ def livecodebench_tests(place, row):
             raise InputError(f"{place}: field 'private_test_cases': expected packed JSON ({error})") from None
     hidden = decode(place, "private_test_cases", hidden)
     gold = {"inputs": [case["input"] for case in cases + hidden], "outputs": [case["output"] for case in cases + hidden]}
-    return {**code_tests(place, gold, decode(place, "metadata", row.get("metadata") or "{}").get("func_name")), "scope": "all" if hidden else "public"}
+    entry = decode(place, "metadata", row.get("metadata") or "{}").get("func_name")
+    return {**code_tests(place, gold, entry), "scope": "all" if hidden else "public"}
 
 
 def codecontests_tests(place, row):
     """Tests of a row in CodeContests' own layout: three columns {"input": [...], "output": [...]}."""
     parts = [row.get(f"{name}_tests") or {} for name in ("public", "private", "generated")]
-    return code_tests(place, {"inputs": [x for part in parts for x in part.get("input", [])], "outputs": [x for part in parts for x in part.get("output", [])]})
+    inputs, outputs = ([text for part in parts for text in part.get(key, [])] for key in ("input", "output"))
+    return code_tests(place, {"inputs": inputs, "outputs": outputs})
 
 
 def verl_row(place, row):
@@ -519,8 +527,8 @@ def verl_row(place, row):
     by_tool = next((agent for tool, agent in (("crawl_page", "web"), ("wiki_search", "mhqa"), ("code", "math")) if tool in tools), None)
     question = extra.get("question") or row.get("question") or re.split(r"(?:^|\n)(?:Task|Question):\s*", content, maxsplit=1)[-1]
     index = extra.get("index", row.get("id"))
-    return {"id": None if index is None else f"{source}-{index}", "question": question.strip(), "data_source": source, "prompt": content, "tests": tests,
-            "answer": gold.get("target", gold.get("question_id", "")) if isinstance(gold, dict) else gold,
+    return {"id": None if index is None else f"{source}-{index}", "question": question.strip(), "data_source": source, "prompt": content,
+            "tests": tests, "answer": gold.get("target", gold.get("question_id", "")) if isinstance(gold, dict) else gold,
             "agent": "code" if tests else AGENT_OF.get(source.lower(), by_tool),
             "meta": {key: value for key, value in extra.items() if key not in ("tools_kwargs", "need_tools_kwargs", "question", "answer")}}
 
@@ -538,9 +546,11 @@ def plain_row(place, row, stem):
         text += f"\n\nComplete this code:\n```py\n{starter}\n```" if starter else "\n\nRead from standard input and write to standard output."
     source = row.get("data_source") or kind or stem
     by_column = "code" if tests else "math" if question.lower() == "problem" else None
-    return {"id": next((row[name] for name in ID if row.get(name) is not None), None), "question": text, "answer": row.get(answer, "" if tests else None),
-            "data_source": source, "agent": row.get("agent") or AGENT_OF.get(source.lower(), by_column), "hops": row.get("hops", 0), "prompt": row.get("prompt"), "tests": tests,
-            "meta": {key: value for key, value in row.items() if key not in (*FIELDS, question, answer) and not key.endswith(("_tests", "_test_cases", "solutions"))}}
+    used = (*FIELDS, question, answer)
+    meta = {key: value for key, value in row.items() if key not in used and not key.endswith(("_tests", "_test_cases", "solutions"))}
+    return {"id": next((row[name] for name in ID if row.get(name) is not None), None), "question": text, "data_source": source,
+            "answer": row.get(answer, "" if tests else None), "agent": row.get("agent") or AGENT_OF.get(source.lower(), by_column),
+            "hops": row.get("hops", 0), "prompt": row.get("prompt"), "tests": tests, "meta": meta}
 
 
 def check_row(place, row, seen):
@@ -552,7 +562,8 @@ def check_row(place, row, seen):
     for name, right, expected in (("question", is_text(row["question"]) and row["question"].strip(), "a text"),
                                   ("answer", answers and all(map(is_text, answers)), "a text or a list of texts"),
                                   ("agent", row["agent"] in PROFILES, f"one of {', '.join(PROFILES)}"),
-                                  ("tests", row["tests"] is None or isinstance(row["tests"], dict) and row["tests"].get("cases"), '{"scope": ..., "cases": [...]}'),
+                                  ("tests", row["tests"] is None or (row["tests"].get("cases") if isinstance(row["tests"], dict) else False),
+                                   '{"scope": ..., "cases": [...]}'),
                                   ("id", row["id"] not in seen, f"another id than that of {seen.get(row['id'])}")):
         if not right:
             raise InputError(f"{place}: field '{name}': expected {expected}, got {str(row[name])[:60]!r}")

@@ -21,6 +21,7 @@ import torch
 import evaluate
 import report
 from coa_format import PROFILES, encode, eos_id, observation, parse, prompt, prompt_ids
+from llm import LLMError
 from model import PRESETS, InputError, Transformer, load_tokenizer, save_model, train_tokenizer
 from sampler import Episode
 from tasks import Task
@@ -140,6 +141,27 @@ def test_sft_that_does_not_beat_base_is_refused(tmp_path):
     data["stages"]["base"] = data["stages"]["sft"]
     (tmp_path / "report.json").write_text(json.dumps(data))
     assert report.check_report(tmp_path) == ["sft (50.0 %) does not beat base (50.0 %)"]
+
+
+def test_rl_groups_come_whole_and_from_steps_up_to_the_last(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "question": "who?", "answer": "x"}\n{"id": "b", "question": "when?", "answer": "y"}\n')
+    (tmp_path / "config.json").write_text(json.dumps({"tasks": [str(tmp_path / "tasks.jsonl")]}))
+    (tmp_path / "traces.jsonl").write_text("".join(json.dumps({"step": step, "advantage": 0.5, "task_id": task, "sample": s, "suite": "mhqa", "reward": 1, "score": 1, "end_reason": "answered",
+                                                               "turns": 1, "tool_calls": 0, "violations": 0, "text": "<answer>x</answer>"}) + "\n" for step in range(1, 11) for task in "ab" for s in range(4)))
+    rows = report.rl_groups(tmp_path, most=24)
+    assert sorted({row["step"] for row in rows}) == [2, 6, 10] and len(rows) == 24
+    assert all(len(group) == 12 for group in report.by_question(rows).values()) and rows[0]["question"] == "who?"
+    assert report.rl_groups(tmp_path / "absent") == [] and "who?" in report.trace_page({"rl training": rows})
+
+
+def test_curves_are_drawn_from_whatever_logs_exist(tmp_path):
+    stage = {"mean": 0.5, "ci95": [0.4, 0.6]}
+    report.draw_curves(tmp_path, {"base": stage})
+    small = (tmp_path / "curves.png").stat().st_size
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.2, "dev": null}\n{"step": 2, "reward": 0.3, "dev": 0.25}\n')
+    report.draw_curves(tmp_path, {"base": stage, "rl": stage})
+    assert (tmp_path / "curves.png").stat().st_size > small
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------
@@ -468,6 +490,17 @@ def test_a_judge_that_names_no_attempt_chooses_none():
     assert evaluate.judge_choice(Judge("neither"), rows) is None and evaluate.judge_choice(Judge("7"), rows) is None
 
 
-def test_names_used_by_the_check_exist():
+def test_a_dead_judge_is_an_error_not_a_score_of_zero():
+    class Dead:
+        base_url = "http://127.0.0.1:9/v1"
+
+        def chat(self, messages, **_):
+            raise LLMError("refused")
+    task = Task("t", "q", "a", "gaia", "web")
+    with pytest.raises(InputError, match="no readable verdict"):
+        evaluate.graded([task], [{**row(0, 1), "id": "t"}], Dead())
+
+
+def test_a_missing_report_names_the_command_that_makes_it():
     with pytest.raises(InputError, match="python evaluate.py"):
         report.check_report("/nonexistent")

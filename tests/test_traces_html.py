@@ -198,6 +198,7 @@ def test_5000_traces_stay_below_20_megabytes_and_filter_within_300_ms(page, tmp_
     assert page.count() == 1666 and max(times) < 300, times
 
 
+@pytest.mark.long
 def test_an_oversized_page_is_cut_and_says_so():
     html = report.trace_page({"sft": [chain(i, text=CHAIN.format(name="y" * 30_000)) for i in range(250)]})
     assert len(html) < 20e6 and "characters, see traces.jsonl" in html
