@@ -8,15 +8,15 @@ forward         logits of a batch, no gradient                              toke
 train           forward, loss on every token, backward                      tokens/s
 train_masked    the same with 30 % of the tokens trained: the head then sees only these, the peer's sees all
 decode          one token for each row of a cache that holds a prefix       tokens/s; peer: DynamicCache
-logprob_memory  value and gradient of token log-probabilities with a 152k vocabulary, peak MB of a process above what it held before;
-                peer: logits of all positions and log_softmax (on CUDA: the allocator's peak)
+logprob_memory  value and gradient of token log-probabilities with a 152k vocabulary, peak MB of a process above what it held before
+                (CPU, Linux); peer: logits of all positions and log_softmax
 
 ours and peer take turns, and the best round of each counts. ratio > 1 means that ours is better.
 """
 import argparse
 import dataclasses
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,19 +103,24 @@ def bench_decode(name, model, peer, rows, prefix, steps, args):
     record("decode", *(rows * steps / s for s in best), "tokens/s", f"{name}, {rows} rows after {prefix} tokens, {args.dtype}, {args.device}")
 
 
+def megabytes(name):
+    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
 def logprob_memory(kind, positions, vocab, width):
     """Peak MB that one side's value and gradient add; runs in a process of its own, because a peak never falls."""
     torch.manual_seed(0)
     model = Transformer(ModelConfig(vocab, width, 8, 1, 1, 1, 8))
     hidden = torch.randn(1, positions, width, requires_grad=True)
     targets, mask = torch.randint(0, vocab, (1, positions)), torch.ones(1, positions, dtype=torch.bool)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")     # the peak so far becomes the present size (Linux)
+    before = megabytes("VmRSS")
     if kind == "ours":
         logprobs = model.token_logprobs(hidden, targets, mask)
     else:
         logprobs = (hidden @ model.head_weight.T).float().log_softmax(-1).gather(-1, targets[..., None])
     logprobs.sum().backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return megabytes("VmHWM") - before
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """model.py against transformers, against itself (cached = uncached, chunked = plain), and against wrong input."""
-import dataclasses
 import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -588,3 +590,32 @@ def test_smollm2_loads_and_saves_byte_equal(tmp_path):
         assert a.read() == b.read()
     again = load_tokenizer(tmp_path)
     assert again.chat_template == tokenizer.chat_template and again.tokenize("12 <think>") == tokenizer.tokenize("12 <think>")
+
+
+# ------------------------------------------------------------ data/smollm2.py, without its download
+
+def test_smollm2_script_names_the_package_it_needs():
+    program = f"import sys, runpy; sys.modules['gguf'] = None; runpy.run_path({os.path.join(ROOT, 'data', 'smollm2.py')!r}, run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr == "error: the package that reads GGUF files is missing: pip install gguf\n"
+
+
+def test_smollm2_script_restores_the_order_of_q_and_k_rows(monkeypatch):
+    quants = types.ModuleType("gguf.quants")
+    quants.dequantize = lambda data, kind: data
+    monkeypatch.setitem(sys.modules, "gguf.quants", quants)
+    read_weights = runpy.run_path(os.path.join(ROOT, "data", "smollm2.py"))["read_weights"]
+    model = random_model(small_config(model_type="llama", tie_word_embeddings=True), dtype=torch.bfloat16)
+    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+             "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+             "mlp.down_proj": "ffn_down", "embed_tokens": "token_embd", "norm": "output_norm"}
+    tensors = []
+    for name, weight in model.state_dict().items():
+        *place, module = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)\.weight", name).groups()
+        if module in ("self_attn.q_proj", "self_attn.k_proj"):                    # what llama.cpp's converter does
+            heads = len(weight) // model.config.head_dim
+            weight = weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+        name = (f"blk.{place[0]}." if place[0] else "") + names[module] + ".weight"
+        tensors.append(types.SimpleNamespace(name=name, data=weight.float().numpy(), tensor_type=None))
+    state = read_weights(tensors, model.config)
+    assert state.keys() == model.state_dict().keys() and all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
