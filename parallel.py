@@ -214,13 +214,18 @@ def from_rank_0(value):
     return value
 
 
-def gather_lists(rows):
-    """Concatenate the lists of all ranks, in rank order, on every rank."""
+def gather(value):
+    """The values of all ranks, in rank order, as a list on every rank."""
     if not dist.is_initialized():
-        return list(rows)
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, list(rows))
-    return [row for part in parts for row in part]
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_lists(rows):
+    """The lists of all ranks, joined in rank order, on every rank."""
+    return [row for part in gather(list(rows)) for row in part]
 
 
 def all_sum(*numbers):
@@ -258,10 +263,11 @@ def micro_batches(lengths, token_budget, world=1):
 
 
 def collate(rows, device):
-    """Rows (dicts whose tensors are 1-D, those of one row equally long) -> their tensors as (B, T) on `device`, zeros on the right, and
-    `lengths` (B,)."""
+    """Rows (dicts whose tensors are 1-D, those of one row equally long; `ids` may be int32) -> their tensors as (B, T) on `device`, zeros
+    on the right, and `lengths` (B,)."""
     keys = [key for key, value in rows[0].items() if torch.is_tensor(value)]
     batch = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True).to(device) for key in keys}
+    batch["ids"] = batch["ids"].long()
     batch["lengths"] = torch.tensor([len(row["ids"]) for row in rows], device=device)
     return batch
 

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from coa_format import SAMPLED, check, parse, prompt, prompt_ids
 from model import InputError, exit_on_input_error, load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      from_rank_0, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, refresh,
+                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, refresh,
                       replace_directory, rollout_copy, run_config, save_checkpoint, setup, start_run, swap, teardown)
 from sampler import Limits, Request, Sampler
 from sft import learning_rate, stream
@@ -247,7 +247,7 @@ def training_row(row, advantage):
     """A rollout row -> tensors (T,), cut after the last sampled token: what follows it, an observation, is neither trained nor context."""
     end = int(row["loss_mask"].nonzero()[-1]) + 1
     mask = row["loss_mask"][:end]
-    return {"ids": row["ids"][:end].long(), "loss_mask": mask, "sampler_logprobs": row["sampler_logprobs"][:end],
+    return {"ids": row["ids"][:end], "loss_mask": mask, "sampler_logprobs": row["sampler_logprobs"][:end],
             "advantages": torch.where(mask, float(advantage), 0.0)}
 
 
@@ -337,7 +337,7 @@ def update(model, reference, optimizer, minibatches, ranks, args):
             metrics[name] += value / metrics["trained_tokens"]
         if number == 0:
             metrics["gap"] = figures[-1] / sum(int(row["loss_mask"][1:].sum()) for row in rows)
-            metrics["gap_max"] = max(gather_lists([widest]))
+            metrics["gap_max"] = max(gather(widest))
     return {**metrics, "grad_norm": max(norms), "updates": len(norms)}
 
 
@@ -411,12 +411,12 @@ def parse_arguments(argv=None):
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
     group.add_argument("--prompts", type=int, default=16, help="questions a step (default %(default)s)")
     group.add_argument("--samples", type=int, default=8, help="episodes a question (default %(default)s)")
-    group.add_argument("--refills", type=int, default=2, help="further rounds for groups without spread (default %(default)s)")
+    group.add_argument("--refills", type=int, default=1, help="further rounds for groups without spread (default %(default)s)")
     group.add_argument("--temperature", type=float, default=1.0, help="of sampling and of the loss (default %(default)s)")
     group.add_argument("--prompt", choices=["brief", "full"], default="brief", help="brief for tiny models (default %(default)s)")
     group.add_argument("--turns", type=int, default=8, help="generations an episode may have (default %(default)s)")
     group.add_argument("--new-tokens", type=int, default=128, help="tokens in one generation (default %(default)s)")
-    group.add_argument("--total-tokens", type=int, default=640, help="tokens of an episode, prompt included (default %(default)s)")
+    group.add_argument("--total-tokens", type=int, default=1024, help="tokens of an episode, prompt included (default %(default)s)")
     group.add_argument("--curriculum", type=curriculum_step, nargs="*", default=[], metavar="STEP:TOKENS", help="from a step on, another cap")
     group.add_argument("--episode-seconds", type=float, default=3600.0, help="longest episode (default %(default)s)")
     group.add_argument("--force-answer", action="store_true", help="the last turn begins with <answer>")
@@ -426,9 +426,9 @@ def parse_arguments(argv=None):
     group.add_argument("--overlong-buffer", type=float, default=0.0, help="share of the cap over which length is punished, 0 to -1")
     group.add_argument("--overlong-filter", action="store_true", help="leave out episodes that a cap cut off")
     group = parser.add_argument_group("update")
-    group.add_argument("--steps", type=int, default=100, help="rollout-update rounds (default %(default)s)")
+    group.add_argument("--steps", type=int, default=40, help="rollout-update rounds (default %(default)s)")
     group.add_argument("--minibatches", type=int, default=1, help="optimiser steps a round (default %(default)s)")
-    group.add_argument("--lr", type=float, default=2e-4, help="learning rate (default %(default)s)")
+    group.add_argument("--lr", type=float, default=4e-4, help="learning rate (default %(default)s)")
     group.add_argument("--warmup-steps", type=int, default=3, help="rounds of linear warm-up (default %(default)s)")
     group.add_argument("--schedule", choices=["constant", "linear", "cosine"], default="constant", help="after it (default %(default)s)")
     group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
@@ -443,7 +443,7 @@ def parse_arguments(argv=None):
     group = parser.add_argument_group("evaluation")
     group.add_argument("--dev", nargs="+", default=["data/tasks/dev.jsonl"], help="held-out tasks (default %(default)s)")
     group.add_argument("--eval-tasks", type=int, default=90, help="how many of them (default %(default)s)")
-    group.add_argument("--eval-every", type=int, default=20, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
+    group.add_argument("--eval-every", type=int, default=10, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
     add_tool_arguments(parser)
     scale = add_scale_arguments(parser, micro_tokens=4096)
     scale.add_argument("--swap", action="store_true", help="while sampling keep the trainer in CPU memory, while training the sampler's copy")
@@ -492,7 +492,7 @@ if __name__ == "__main__":
     # The loop. Round 0 is the evaluation of the starting point.
     progress = tqdm(total=args.steps, initial=state["step"], desc="rl", unit="round", disable=not ranks.is_main)
     saved_at = time.monotonic()
-    for step in range(state["step"] + bool(loaded), args.steps + 1):
+    for step in range(state["step"] + 1 if loaded or not dev else 0, args.steps + 1):
         metrics = {"step": step}
         if step > 0:
             # 1 rollout, 2 reward, 3 groups

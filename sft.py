@@ -30,7 +30,7 @@ from tqdm import tqdm
 from coa_format import encode, observation, prompt_ids, reject_reason, truncate
 from model import InputError, exit_on_input_error, load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, run_config, save_checkpoint, setup,
+                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, run_config, save_checkpoint, setup,
                       start_run, teardown)
 
 # The paper's hyper-parameters (section 4.1.1 and 4.2.1; warm-up of mhqa from the official script). Batch and epochs are the paper's.
@@ -89,9 +89,9 @@ def message_texts(messages, place):
 
 
 def encode_rows(texts, tokenizer, max_len):
-    """[(prompt, response, place)] -> (rows, counts). A row: ids (T,) int64 of prompt and response, loss_mask (T,) bool, False on the
-    prompt and on observations. Rows longer than max_len are cut; rows with broken observations, or with nothing left to train, are
-    dropped; counts says how many and why. Errors: InputError for a row whose text has no trained token, cut or not."""
+    """[(prompt, response, place)] -> (rows, counts). A row: ids (T,) int32 of prompt and response, loss_mask (T,) bool, False on the
+    prompt and on observations. Rows longer than max_len are cut; those with broken observations, or with nothing left to train, become
+    None; counts says how many and why. Errors: InputError for a row whose text has no trained token, cut or not."""
     rows, counts = [], Counter()
     for prompt, response, place in texts:
         prefix, whole = prompt_ids(prompt, tokenizer), encode(response, tokenizer)
@@ -101,9 +101,10 @@ def encode_rows(texts, tokenizer, max_len):
         counts["cut"] += cut["cut_tokens"] > 0
         if reason := reject_reason(response, encoded, len(prefix)):
             counts[f"dropped: {reason}"] += 1
+            rows.append(None)
             continue
         loss_mask = [False] * len(prefix) + encoded.loss_mask
-        rows.append({"ids": torch.tensor(prefix + encoded.ids), "loss_mask": torch.tensor(loss_mask)})
+        rows.append({"ids": torch.tensor(prefix + encoded.ids, dtype=torch.int32), "loss_mask": torch.tensor(loss_mask)})
         counts["tokens"] += len(loss_mask)
         counts["trained"] += sum(loss_mask)
     return rows, counts
@@ -183,8 +184,8 @@ def parse_arguments(argv=None):
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
     group.add_argument("--epochs", type=float, default=3.0, help="passes over the rows (default %(default)s)")
     group.add_argument("--steps", type=int, help="stop after this many optimiser steps instead")
-    group.add_argument("--batch", type=int, default=16, help="rows in an optimiser step, over all ranks (default %(default)s)")
-    group.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default %(default)s)")
+    group.add_argument("--batch", type=int, default=8, help="rows in an optimiser step, over all ranks (default %(default)s)")
+    group.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     group.add_argument("--warmup", type=float, default=0.05, help="share of the steps that warm up (default %(default)s)")
     group.add_argument("--schedule", choices=["cosine", "linear"], default="cosine", help="after warm-up (default %(default)s)")
     group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
@@ -192,7 +193,7 @@ def parse_arguments(argv=None):
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
     group.add_argument("--max-len", type=int, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
     group.add_argument("--validation-rows", type=int, default=64, help="rows held out, at most a tenth (default %(default)s)")
-    group.add_argument("--eval-every", type=int, default=50, help="steps between validations (default %(default)s)")
+    group.add_argument("--eval-every", type=int, default=100, help="steps between validations (default %(default)s)")
     add_scale_arguments(parser, micro_tokens=4096)
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS.get(preset, {}))
@@ -217,7 +218,10 @@ if __name__ == "__main__":
     # ------------------------------------------------------------------------------------------------------------------
     # Data
     tokenizer = load_tokenizer(args.model)
-    rows, counts = encode_rows(texts, tokenizer, args.max_len)
+    parts = gather(encode_rows(texts[ranks.rank::ranks.world], tokenizer, args.max_len))            # every rank encodes its share
+    rows = [parts[i % ranks.world][0][i // ranks.world] for i in range(len(texts))]
+    rows = [row for row in rows if row is not None]
+    counts = sum((part[1] for part in parts), Counter())
     held_out = set(stream(0, min(args.validation_rows, len(rows) // 10), len(rows), args.seed))
     validation = [rows[i] for i in sorted(held_out)]
     rows = [row for i, row in enumerate(rows) if i not in held_out]
@@ -252,8 +256,8 @@ if __name__ == "__main__":
         norm = clip_gradients(model, args.clip)
         if math.isfinite(norm):
             optimizer.step()
-        else:
-            print(f"step {step}: the gradient norm is {norm}; no update. Lower --lr if this comes again")
+        elif ranks.is_main:
+            tqdm.write(f"step {step}: the gradient norm is {norm}; no update. Lower --lr if this comes again")
         optimizer.zero_grad(set_to_none=True)
 
         # The step is done: log, validate, keep

@@ -132,7 +132,7 @@ def test_gradient_equals_finite_differences_of_the_written_formula(argv):
         assert loss == pytest.approx(written_formula(model, rows, args, frozen), rel=1e-9)
         parameters, rng = [p for p in model.parameters()], random.Random(0)
         offsets = list(itertools.accumulate([0] + [p.numel() for p in parameters]))
-        for _ in range(25):
+        for _ in range(12):
             which = rng.randrange(len(parameters))
             place = rng.randrange(parameters[which].numel())
             weight, step = parameters[which].view(-1), 1e-6
@@ -334,7 +334,7 @@ def test_refills_are_capped_and_take_new_questions(monkeypatch):
 # ---------------------------------------------------------------- the script
 
 OPTIONS = ["--tasks", "tasks.jsonl", "--dev", "tasks.jsonl", "--corpus", "corpus.jsonl", "--model", "sft/model", "--steps", 5, "--prompts", 3,
-           "--samples", 4, "--eval-every", 2, "--eval-tasks", 4, "--total-tokens", 220, "--new-tokens", 60, "--lr", 2e-3, "--checkpoint-seconds", 0]
+           "--samples", 4, "--eval-every", 2, "--eval-tasks", 4, "--total-tokens", 220, "--new-tokens", 60, "--lr", 1e-3, "--checkpoint-seconds", 0]
 
 
 @pytest.fixture(scope="module")
@@ -346,17 +346,18 @@ def world(tmp_path_factory):
 
 @pytest.mark.long
 def test_script_improves_the_reward_keeps_traces_and_exports(world):
-    run(world, "rl.py", *OPTIONS, "--steps", 15, "--out", "smoke")
+    options = [*OPTIONS, "--steps", 12, "--prompts", 6, "--checkpoint-seconds", 30, "--out", "smoke"]
+    run(world, "rl.py", *options)
     log, traces = read_jsonl(world / "smoke" / "metrics.jsonl"), read_jsonl(world / "smoke" / "traces.jsonl")
-    assert [row["step"] for row in log] == list(range(16)) and "dev" in log[0] and "dev" in log[-1]
-    assert sum(row["score"] for row in log[-3:]) > sum(row["score"] for row in log[1:4]) + 0.6          # 1/3 at first
+    assert [row["step"] for row in log] == list(range(13)) and "dev" in log[0] and "dev" in log[-1]
+    assert sum(row["score"] for row in log[-3:]) > sum(row["score"] for row in log[1:4]) + 0.3          # a third of 1 at first
     assert all(row["gap_max"] < 1e-3 for row in log if "gap_max" in row)                    # sampler and trainer agree in fp32
     assert len(traces) == sum(row["episodes"] for row in log[1:]) and any("<observation>" in row["text"] for row in traces)
     best = max(row["dev"] for row in log if "dev" in row)
     assert best > log[0]["dev"]
     for name in ("best", "last", "model"):
         load_model(world / "smoke" / name)
-    assert "done, --fresh to redo" in run(world, "rl.py", *OPTIONS, "--steps", 15, "--out", "smoke")
+    assert "done, --fresh to redo" in run(world, "rl.py", *options)
 
 
 @pytest.mark.long

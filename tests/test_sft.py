@@ -26,7 +26,7 @@ NAMES = ["Kalomi", "Rutesa", "Vimoka", "Solute", "Tevira", "Misolo"]
 
 def chain(name, number, thought="I look it up."):
     return (f"<think>{thought}</think>\n<wiki_search>{name} number</wiki_search>\n<observation>\nDoc 1 (Title: \"{name}\")\nThe number of {name} "
-            f"is {number}.\n</observation>\n\n<think>I have it.</think>\n<answer>{number}</answer>")
+            f"is small.\n</observation>\n\n<think>I have it.</think>\n<answer>{number}</answer>")
 
 
 def make_world(folder, hidden=32):
@@ -39,7 +39,7 @@ def make_world(folder, hidden=32):
     write_jsonl(folder / "sft.jsonl", rows)
     write_jsonl(folder / "tasks.jsonl", [{"id": f"task-{i}", "question": f"What is the number of {name}?", "answer": "1", "agent": "mhqa",
                                           "data_source": "mhqa" if i % 2 else "web"} for i, name in enumerate(NAMES)])
-    write_jsonl(folder / "corpus.jsonl", [{"id": name, "title": name, "url": f"https://example.org/{name}", "text": f"The number of {name} is 1."}
+    write_jsonl(folder / "corpus.jsonl", [{"id": name, "title": name, "url": f"https://example.org/{name}", "text": f"The number of {name} is small."}
                                           for name in NAMES])
     tokenizer = train_tokenizer([row["instruction"] + row["output"] for row in rows], 340, TAGS)
     config = dataclasses.replace(PRESETS["tiny-1m"], vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
@@ -104,7 +104,7 @@ def test_rows_without_trained_tokens_and_broken_rows_are_refused_or_counted(worl
         sft.encode_rows([("q", "<observation>\nonly this\n</observation>\n\n", "f: row 7")], tokenizer, 1024)
     long_prompt, good = "q" * 500, chain("Kalomi", 1)
     rows, counts = sft.encode_rows([(long_prompt, good, "a"), ("q", good, "b"), ("q", good.replace("</observation>", ""), "c")], tokenizer, 60)
-    assert len(rows) == 1 and counts["cut"] == 1
+    assert [row is None for row in rows] == [True, False, True] and counts["cut"] >= 1
     assert counts["dropped: no trained token"] == 1 and counts["dropped: unclosed observation"] == 1
 
 
@@ -177,7 +177,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_order(world, rows, 
 def test_loss_is_the_mean_over_trained_tokens_of_the_whole_batch(world, rows):
     model, total, count = load_model(world / "base", torch.float64), 0.0, 0
     for row in rows:                                                                        # one by one, with the full softmax
-        logprobs = model.logits(model(row["ids"][None]))[0].log_softmax(-1)
+        logprobs = model.logits(model(row["ids"][None].long()))[0].log_softmax(-1)
         for t in range(1, len(row["ids"])):
             if row["loss_mask"][t]:
                 total -= float(logprobs[t - 1, row["ids"][t]].detach())
