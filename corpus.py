@@ -1,12 +1,14 @@
 """The embedded corpus: pages and passages in one SQLite file, found by BM25.
 
-`wiki_search`, `web_search` and `crawl_page` need something to search that works offline, starts at once and gives every run the same answers. SQLite's FTS5 does:
-built once from a JSONL file, then opened read-only by any number of threads and processes. It holds millions of passages (bench/bench_tools.py measures one
-million). For dense retrieval over all of Wikipedia use a Search-R1 retriever server instead (`--retriever URL`, tools.py).
+`wiki_search`, `web_search` and `crawl_page` need something to search that works offline, starts at once and gives every run the
+same answers. SQLite's FTS5 does: built once from a JSONL file, then opened read-only by any number of threads and processes. It
+holds millions of passages (bench/bench_tools.py measures one million). For dense retrieval over all of Wikipedia use a Search-R1
+retriever server instead (`--retriever URL`, tools.py).
 
-Four choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs most of the time. A match in the
-title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal money" means Nepal, not "Bharatpur (Nepal)", and with 500 towns
-called "... (Nepal)" BM25 alone would drown it. And a passage counts by the share of the query's words that it holds. Left out: stemming, phrases, updates.
+Four choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs
+most of the time. A match in the title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal
+money" means Nepal, not "Bharatpur (Nepal)", and with 500 towns called "... (Nepal)" BM25 alone would drown it. And a passage
+counts by the share of the query's words that it holds. Left out: stemming, phrases, updates.
 
     python corpus.py data/encyclopedia.jsonl "Nepal currency"
 """
@@ -24,20 +26,21 @@ from pathlib import Path
 
 from model import InputError, exit_on_input_error
 
-STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her him his how i if in into is it its
-    me my no not of on or our she so than that the their them then there these they this those to under up was we were what when where which who whom whose why will
-    with would you your""".split())
-COMMON = 0.1                                              # a word in more than this share of the passages says little and costs much
+STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her
+    him his how i if in into is it its me my no not of on or our she so than that the their them then there these they this those to
+    under up was we were what when where which who whom whose why will with would you your""".split())
+COMMON = 0.1                                              # share of the passages beyond which a word says little and costs much
 
 
 class Store:
-    """A corpus, searchable. corpus: JSONL (or .gz) with rows {"id", "title", "url", "text"}, or Search-R1's {"id", "contents"} (first line: title).
-    Built on first use under index_dir as <stem>-<fingerprint>.sqlite, atomically; opened at once after that. Raises InputError for a bad row."""
+    """A corpus, searchable. corpus: JSONL (or .gz) with rows {"id", "title", "url", "text"}, or Search-R1's {"id", "contents"}
+    (first line: title). Built on first use under index_dir as <stem>-<fingerprint>.sqlite, atomically; opened at once after that.
+    Raises InputError for a bad row."""
 
     def __init__(self, corpus, index_dir="runs/index"):
         self.corpus = Path(corpus)
         if not self.corpus.is_file():
-            raise InputError(f"{corpus}: no such corpus file (JSONL rows with id, title, url, text); build the built-in one with: python data/build.py")
+            raise InputError(f"{corpus}: no such corpus file; expected JSONL rows with id, title, url, text")
         self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
@@ -58,28 +61,31 @@ class Store:
         return self.local.db
 
     def telling_words(self, query: str) -> list:
-        """The words of any text that are worth searching: in the corpus, not very common there, and no stop words unless there is nothing else. Query text is data:
-        only letters and digits survive, so no operator of FTS5 can."""
+        """The words of any text that are worth searching: in the corpus, not very common there, and no stop words unless there is
+        nothing else. Query text is data: only letters and digits survive, so no operator of FTS5 can."""
         words = list(dict.fromkeys(split_words(query)))[:64]
         counts = {w: row[0] for w in words if (row := self.db().execute("SELECT doc FROM words WHERE term = ?", (w,)).fetchone())}
         counts = {w: n for w, n in counts.items() if w not in STOP_WORDS} or counts
         return [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
 
     def search(self, query: str, topk: int) -> list:
-        """The best topk passages: [(title, url, passage, page id)]. BM25 finds candidates; each then counts by the share of the telling words that it holds."""
+        """The best topk passages: [(title, url, passage, page id)]. BM25 finds candidates; each then counts by the share of the
+        telling words that it holds."""
         telling, words = self.telling_words(query), split_words(query)[:64]
         if not telling:
             return []
         match = " OR ".join(f'"{word}"' for word in telling)
-        ranked = dict(self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? ORDER BY rank LIMIT ?", (match, 4 * topk + 16)))
+        found = "SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ?"
+        ranked = dict(self.db().execute(f"{found} ORDER BY rank LIMIT ?", (match, 4 * topk + 16)))
         spans = list({" ".join(words[i:i + n]) for n in range(1, 9) for i in range(len(words) - n + 1)})
-        named = self.db().execute(f"SELECT first, last FROM pages WHERE title_key IN ({','.join('?' * len(spans))}) LIMIT 64", spans).fetchall()
-        for first, last in named:
-            for number, rank in self.db().execute("SELECT rowid, rank FROM passage_index WHERE passage_index MATCH ? AND rowid BETWEEN ? AND ?", (match, first, last)):
+        named = f"SELECT first, last FROM pages WHERE title_key IN ({','.join('?' * len(spans))}) LIMIT 64"
+        for first, last in self.db().execute(named, spans).fetchall():
+            for number, rank in self.db().execute(f"{found} AND rowid BETWEEN ? AND ?", (match, first, last)):
                 ranked[number] = 2 * rank                 # rank is negative: the lower the better
         hits = []
         for number, rank in ranked.items():
-            hit = self.db().execute("SELECT p.title, p.url, s.body, p.id FROM passages AS s JOIN pages AS p ON p.id = s.page WHERE s.id = ?", (number,)).fetchone()
+            hit = self.db().execute("""SELECT p.title, p.url, s.body, p.id FROM passages AS s JOIN pages AS p ON p.id = s.page
+                                       WHERE s.id = ?""", (number,)).fetchone()
             held = len(set(telling) & set(split_words(f"{hit[0]} {hit[2]}")))
             hits.append((rank * held / len(telling), number, hit))
         return [hit for _, _, hit in sorted(hits)[:topk]]
@@ -102,7 +108,8 @@ def split_words(text: str) -> list:
 
 
 def content_hash(path: Path) -> str:
-    """A fingerprint of a file that costs milliseconds: its size and up to 64 samples of 64 KB (all of it below 4 MB), beyond that also its time of change."""
+    """A fingerprint of a file that costs milliseconds: its size and up to 64 samples of 64 KB (all of it below 4 MB), beyond that
+    also its time of change."""
     size, digest = path.stat().st_size, hashlib.sha256()
     digest.update(repr((2, size, path.stat().st_mtime_ns if size > 1 << 22 else 0)).encode())      # 2: version of the index layout
     with open(path, "rb") as f:
@@ -145,7 +152,8 @@ def split_passages(text: str, words: int = 100) -> list:
     passages = []
     for paragraph in filter(None, (p.strip() for p in text.split("\n\n"))):
         tokens = paragraph.split(" ")
-        passages += [paragraph] if len(tokens) <= words * 1.5 else [" ".join(tokens[i:i + words]) for i in range(0, len(tokens), words)]
+        step = words if len(tokens) > 1.5 * words else len(tokens)
+        passages += [" ".join(tokens[i:i + step]) for i in range(0, len(tokens), step)]
     return passages or [text]
 
 
@@ -155,7 +163,8 @@ def build_index(corpus: Path, path: Path):
     temporary.unlink(missing_ok=True)
     db = sqlite3.connect(temporary)
     db.executescript("""PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA page_size = 8192;
-        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, title_key TEXT, url_key TEXT, first INTEGER, last INTEGER, text TEXT);
+        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, title_key TEXT, url_key TEXT, first INTEGER, last INTEGER,
+                            text TEXT);
         CREATE TABLE passages (id INTEGER PRIMARY KEY, page INTEGER, body TEXT);
         CREATE VIRTUAL TABLE passage_index USING fts5(title, body, content='', tokenize="unicode61 remove_diacritics 2");
         INSERT INTO passage_index(passage_index, rank) VALUES ('rank', 'bm25(10.0, 1.0)');
@@ -180,7 +189,7 @@ def build_index(corpus: Path, path: Path):
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # one query
     exit_on_input_error()
     if len(sys.argv) != 3:

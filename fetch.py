@@ -1,10 +1,12 @@
 """Reading pages of the real web, safely: `fetch` and `page_text`.
 
-The URL was chosen by a model that read hostile pages, and it is opened from inside a training cluster: without guards `http://169.254.169.254/` would hand the
-machine's cloud credentials to whoever writes web pages (server-side request forgery). So: only http and https; the host name is resolved once, every address it has
-must be on the public internet, and the connection goes to an address that was checked (a second resolution could answer differently: DNS rebinding); every redirect
-is checked again from the start; size, time, redirects and content types are limited, before and after unpacking; hosts with benchmark answers are blocked.
-Proxies of the environment are not used, since behind one nothing could be checked. Left out: JavaScript, PDF, robots.txt, cookies.
+The URL was chosen by a model that read hostile pages, and it is opened from inside a training cluster: without guards
+`http://169.254.169.254/` would hand the machine's cloud credentials to whoever writes web pages (server-side request forgery).
+So: only http and https; the host name is resolved once, every address it has must be on the public internet, and the connection
+goes to an address that was checked (a second resolution could answer differently: DNS rebinding); every redirect is checked again
+from the start; size, time, redirects and content types are limited, before and after unpacking; hosts with benchmark answers are
+blocked. Proxies of the environment are not used, since behind one nothing could be checked. Left out: JavaScript, PDF,
+robots.txt, cookies.
 
     python fetch.py https://example.org/
 """
@@ -23,9 +25,12 @@ from urllib.parse import quote, urljoin, urlsplit
 import lxml.etree
 import lxml.html
 
-BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "modelscope.com", "paperswithcode.com", "kaggle.com")       # where benchmarks' answers lie
+# where the answers of benchmarks lie
+BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "modelscope.com", "paperswithcode.com", "kaggle.com")
 REDIRECTS, PAGE_BYTES, READABLE = 5, 2_000_000, re.compile(r"^(text/|application/(xhtml\+xml|xml|json|ld\+json))")
-PAGE_SECONDS = 20.0
+PAGE_SECONDS, URL_SAFE = 20.0, "/%:@!$&'()*+,;=~"
+HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; chain-of-agents)", "Accept": "text/html,*/*;q=0.5", "Accept-Encoding": "gzip",
+           "Connection": "close"}
 
 
 class FetchError(Exception):
@@ -34,7 +39,8 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class Web:
-    """Where fetching may go: blocked hosts (their subdomains too), and hosts of one's own that may be private ("name" or "name:port")."""
+    """Where fetching may go: blocked hosts (their subdomains too), and hosts of one's own that may be private ("name" or
+    "name:port")."""
     blocked: tuple = BLOCKED
     allowed: tuple = ()
 
@@ -42,7 +48,8 @@ class Web:
         """The parts of a URL whose scheme and host are permitted; FetchError otherwise."""
         try:
             parts = urlsplit(url)
-            host, port = (parts.hostname or "").encode("idna").decode().rstrip("."), parts.port or (443 if parts.scheme == "https" else 80)
+            host = (parts.hostname or "").encode("idna").decode().rstrip(".")
+            port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             raise FetchError("not a valid URL") from None
         if parts.scheme not in ("http", "https") or not host:
@@ -52,7 +59,8 @@ class Web:
         return parts, host, port
 
     def connect(self, host: str, port: int, timeout: float) -> socket.socket:
-        """A connection to an address that has been checked: the name is resolved once, so a DNS answer that changes later changes nothing."""
+        """A connection to an address that has been checked: the name is resolved once, so a DNS answer that changes later changes
+        nothing."""
         try:
             addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError):
@@ -71,7 +79,8 @@ class Web:
 
 
 def is_public(address: str) -> bool:
-    """False for private, loopback, link-local, shared, multicast, reserved and cloud-metadata addresses, however IPv6 may wrap an IPv4 one."""
+    """False for private, loopback, link-local, shared, multicast, reserved and cloud-metadata addresses, however IPv6 may wrap an
+    IPv4 one."""
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 6:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
@@ -79,12 +88,13 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-    no = ip.is_multicast or ip.is_reserved or ip.is_unspecified or getattr(ip, "is_site_local", False) or str(ip) == "168.63.129.16"      # Azure's metadata
-    return ip.is_global and not no
+    special = ip.is_multicast or ip.is_reserved or ip.is_unspecified or getattr(ip, "is_site_local", False)
+    return ip.is_global and not special and str(ip) != "168.63.129.16"                   # Azure's metadata
 
 
 def fetch(url: str, web: Web, deadline: float, accept=READABLE, max_bytes: int = PAGE_BYTES):
-    """(body cut to max_bytes, content type, charset or None) of a GET with at most REDIRECTS redirects, each checked anew, by deadline (time.monotonic()). FetchError."""
+    """(body cut to max_bytes, content type, charset or None) of a GET with at most REDIRECTS redirects, each checked anew, by
+    deadline (time.monotonic()). FetchError."""
     for _ in range(REDIRECTS + 1):
         parts, host, port = web.check(url)
         try:
@@ -112,9 +122,8 @@ def fetch_once(parts, host: str, port: int, web: Web, deadline: float, accept, m
             sock.do_handshake()
         connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
-        target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + ("?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else "")
-        connection.request("GET", target, headers={"Host": parts.netloc.rpartition("@")[2], "User-Agent": "Mozilla/5.0 (compatible; chain-of-agents)",
-                                                   "Accept": "text/html,*/*;q=0.5", "Accept-Encoding": "gzip", "Connection": "close"})
+        target = quote(parts.path or "/", safe=URL_SAFE) + ("?" + quote(parts.query, safe=URL_SAFE + "?") if parts.query else "")
+        connection.request("GET", target, headers={**HEADERS, "Host": parts.netloc.rpartition("@")[2]})
         reply = connection.getresponse()
         if reply.status in (301, 302, 303, 307, 308) and reply.headers["Location"]:
             return reply.headers["Location"]
@@ -152,15 +161,18 @@ def read_body(reply, max_bytes: int) -> bytes:
     return bytes(body[:max_bytes])
 
 
-BLOCKS = "address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section table td th tr ul".split()
+BLOCKS = ("address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol "
+          "p pre section table td th tr ul").split()
+DROPPED = ("script", "style", "noscript", "template", "svg", "title", lxml.etree.Comment)
 
 
 def page_text(body: bytes, kind: str, charset: str | None, url: str):
-    """(title, text, links [(text, url)]) of a fetched page. lxml because it parses a megabyte in 0.05 s without the GIL, where html.parser needs a second with it."""
+    """(title, text, links [(text, url)]) of a fetched page. lxml because it parses a megabyte in 0.05 s without the GIL, where
+    html.parser needs a second with it."""
     declared = charset or next(iter(re.findall(rb"""charset=["']?([\w-]+)""", body[:2048])), b"").decode("ascii", "ignore")
     try:
         text = body.decode(declared or "utf-8", "replace" if declared else "strict")
-    except UnicodeDecodeError as error:                   # undeclared: UTF-8 (perhaps cut inside a character) or the web's old default
+    except UnicodeDecodeError as error:                   # undeclared: UTF-8, perhaps cut inside a character, or the old default
         text = body.decode("utf-8", "replace") if error.start >= len(body) - 3 else body.decode("windows-1252", "replace")
     except LookupError:
         text = body.decode("utf-8", "replace")
@@ -173,7 +185,7 @@ def page_text(body: bytes, kind: str, charset: str | None, url: str):
             raise FetchError("the page is empty")
         root = lxml.html.document_fromstring(text)
         title = " ".join((root.findtext(".//title") or "").split())
-        lxml.etree.strip_elements(root, "script", "style", "noscript", "template", "svg", "title", lxml.etree.Comment, with_tail=False)
+        lxml.etree.strip_elements(root, *DROPPED, with_tail=False)
         links = [(" ".join(a.text_content().split()), urljoin(url, a.get("href"))) for a in root.iter("a") if a.get("href")]
         for element in root.iter(*BLOCKS):
             element.text, element.tail = "\n" + (element.text or ""), "\n" + (element.tail or "")
@@ -185,7 +197,7 @@ def page_text(body: bytes, kind: str, charset: str | None, url: str):
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # one page
     if len(sys.argv) != 2:
         sys.exit("usage: python fetch.py URL")

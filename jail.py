@@ -1,13 +1,17 @@
-"""The inside of the sandbox: what runs between `sandbox.run_python` and a model-written program. sandbox.py starts this file as a script; it imports nothing of ours.
+"""The inside of the sandbox: what runs between `sandbox.run_python` and a model-written program. sandbox.py starts this file as a
+script; it imports nothing of ours.
 
 Three kinds of process, each the parent of the next (the picture is in sandbox.py):
 
-* `serve`, the server: enters its own user, pid, network, mount, ipc, uts and cgroup namespaces once, builds a read-only root with the system and this Python in it
-  and nothing else, then forks one init per request. It sees limits and file descriptors, never code or output.
-* `call_init`, the init of one call: pid 1 of a new pid namespace, with a /tmp and a /proc of the call's own. It watches the wall clock, the memory and the number of
-  processes of the whole call, and ends it with one signal that reaches every process in the namespace; nothing can outlive it.
-* `run_program`, the program: another user id, a user namespace of its own (in which RLIMIT_NPROC counts), no capabilities, rlimits, no-new-privileges, and a
-  seccomp filter: no sockets (a network namespace does not stop AF_VSOCK), mounts, namespaces, tracing, keyrings, io_uring, or memory that no limit counts.
+* `serve`, the server: enters its own user, pid, network, mount, ipc, uts and cgroup namespaces once, builds a read-only root with
+  the system and this Python in it and nothing else, then forks one init per request. It sees limits and file descriptors, never
+  code or output.
+* `call_init`, the init of one call: pid 1 of a new pid namespace, with a /tmp and a /proc of the call's own. It watches the wall
+  clock, the memory and the number of processes of the whole call, and ends it with one signal that reaches every process in the
+  namespace; nothing can outlive it.
+* `run_program`, the program: another user id, a user namespace of its own (in which RLIMIT_NPROC counts), no capabilities,
+  rlimits, no-new-privileges, and a seccomp filter: no sockets (a network namespace does not stop AF_VSOCK), mounts, namespaces,
+  tracing, keyrings, io_uring, or memory that no limit counts.
 """
 import atexit
 import ctypes
@@ -28,57 +32,74 @@ from types import SimpleNamespace
 
 # The kernel's interface. Python 3.11 has no os.unshare, so libc is called directly.
 
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 SYS_MOUNT_SETATTR = 442                                   # the same on every architecture; Linux 5.12
 TICK = 25                                                 # milliseconds between two looks at a running call's memory and processes
-PROGRAM_ID = 1                                            # user id of programs in the server's user namespace, where root could map a second one
+PROGRAM_ID = 1                                            # programs' user id in the server's user namespace, if it has a second one
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def kernel(name: str, *arguments) -> int:
     """Calls a libc function; raises OSError naming it when it returns -1."""
-    result = getattr(libc, name)(*[a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments])
+    converted = [a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    result = getattr(libc, name)(*converted)
     if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
     return result
 
 
-# Forbidden system calls: name -> (x86-64, aarch64) number, None where the architecture lacks it. Since 424 numbers are common to all.
+# Forbidden system calls: name -> (x86-64, aarch64) number, None where the architecture lacks it. Since 424 both number alike.
 FORBIDDEN = {
-    "socket": (41, 198), "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
-    "fanotify_init": (300, 262), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "syslog": (103, 116),
-    "acct": (163, 89), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266), "personality": (135, 92),
-    "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "mbind": (237, 235), "move_pages": (279, 239),
-    "migrate_pages": (256, 238), "lookup_dcookie": (212, 18), "landlock_create_ruleset": (444, 444), "sethostname": (170, 161), "setdomainname": (171, 162),
+    # sockets, and memory that no limit counts
+    "socket": (41, 198), "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "mbind": (237, 235), "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    # mounts and namespaces
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264), "fanotify_init": (300, 262), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "sethostname": (170, 161), "setdomainname": (171, 162),
+    # large attack surfaces of the kernel
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "landlock_create_ruleset": (444, 444), "lookup_dcookie": (212, 18), "personality": (135, 92), "modify_ldt": (154, None),
+    # the machine itself
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "syslog": (103, 116),
+    "acct": (163, 89), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266), "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58),
 }
 LAST_KNOWN_CALL = 462                                     # newer calls than this file knows are answered "no such call"
 
 
 @functools.cache
 def seccomp_filter() -> bytes:
-    """The filter's machine code: what FORBIDDEN names, new namespaces by clone, and anonymous shared memory (which no limit would count) fail with EPERM."""
+    """The filter's machine code: what FORBIDDEN names, new namespaces by clone, and anonymous shared memory (which no limit would
+    count) fail with EPERM."""
     machine = os.uname().machine
     column, arch, clone, mmap = {"x86_64": (0, 0xC000003E, 56, 9), "aarch64": (1, 0xC00000B7, 220, 222)}[machine]
     load, equal, at_least, any_bit, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     kill, refuse, unknown, allow = 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x7FFF0000
     numbers = [pair[column] for pair in FORBIDDEN.values() if pair[column] is not None]
-    # (operation, jump if true, jump if false, value); jumps skip that many of the following lines; the number is at 0, the architecture at 4, argument n at 16 + 8n
+    # (operation, jump if true, jump if false, value); a jump skips that many lines. In a call's data the number is at 0, the
+    # architecture at 4, argument n at 16 + 8n.
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, kill), (load, 0, 0, 0),
-               (equal, 0, 1, 435), (give, 0, 0, unknown),                             # clone3 hides its flags in memory: libc then uses clone
+               (equal, 0, 1, 435), (give, 0, 0, unknown),            # clone3 hides its flags in memory: libc then uses clone
                (at_least, 0, 1, LAST_KNOWN_CALL + 1), (give, 0, 0, unknown)]          # x32 calls of x86-64 carry bit 30: here too
     for number in numbers:
         program += [(equal, 0, 1, number), (give, 0, 0, refuse)]
-    program += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 6, NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x80), (give, 0, 0, refuse),
-                (equal, 0, 4, mmap), (load, 0, 0, 16 + 24), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), (give, 0, 0, refuse), (give, 0, 0, allow)]
+    namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+    program += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 6, namespaces), (give, 0, 0, refuse),
+                (equal, 0, 4, mmap), (load, 0, 0, 16 + 24), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21),      # MAP_SHARED | MAP_ANONYMOUS
+                (give, 0, 0, refuse), (give, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *line) for line in program)
 
 
@@ -89,11 +110,12 @@ def forbid_system_calls():
     kernel("prctl", PR_SET_SECCOMP, 2, ctypes.addressof(header), 0, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # The program's side: the last process of the chain, which gives everything up and then runs the code.
 
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
-               "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "MPLBACKEND": "Agg"}
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "MPLBACKEND": "Agg",
+               "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2",
+               "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def give_up_privileges(limits, kind: str):
@@ -107,8 +129,9 @@ def give_up_privileges(limits, kind: str):
         kernel("unshare", NEWUSER)                        # RLIMIT_NPROC counts per user and user namespace: so per call
     megabyte = 1 << 20
     cpu = max(1, round(limits.cpu_seconds + 0.499))
-    for name, value in [("AS", limits.memory_mb * megabyte), ("CPU", cpu), ("FSIZE", limits.file_mb * megabyte), ("NOFILE", limits.open_files),
-                        ("NPROC", limits.processes), ("CORE", 1), ("MEMLOCK", 0), ("MSGQUEUE", 0)]:    # CORE 1, not 0: also stops a core_pattern pipe
+    for name, value in [("AS", limits.memory_mb * megabyte), ("CPU", cpu), ("FSIZE", limits.file_mb * megabyte),
+                        ("NOFILE", limits.open_files), ("NPROC", limits.processes), ("MEMLOCK", 0), ("MSGQUEUE", 0),
+                        ("CORE", 1)]:                     # 1, not 0: that also stops a core_pattern which pipes
         if name == "NPROC" and kind == "unsafe":
             continue                                      # would count every process of this user
         number = getattr(resource, "RLIMIT_" + name)
@@ -138,7 +161,8 @@ def run_program(code: bytes, folder: str) -> int:
     main = types.ModuleType("__main__")
     main.__file__ = path
     sys.modules["__main__"], sys.argv, sys.path[0:0] = main, [path], [folder]
-    sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, encoding="utf-8", errors="replace", closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+    sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, encoding="utf-8", errors="replace", closefd=False)
+                                         for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
     sys.stderr.reconfigure(line_buffering=True)
     exit_code = 0
     try:
@@ -163,14 +187,16 @@ def read_all(fd: int) -> bytes:
         return f.read()
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # The init of one call: pid 1 of its namespace, so that nothing of the call outlives it.
 
 def call_init(control: int, files: list, limits, kind: str):
-    """Forks the program, watches it, leaves nothing of it alive, and reports {"exit", "stopped"} as JSON on control. files: code, stdin, stdout, stderr. Never returns."""
+    """Forks the program, watches it, leaves nothing of it alive, and reports {"exit", "stopped"} as JSON on control. files: code,
+    stdin, stdout, stderr. Never returns."""
     report = {"exit": None, "stopped": "the sandbox failed"}
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)      # pid 1 gets no signal from below that it does not handle
         folder = prepare(kind, limits)
         program = os.fork()
         if program == 0:
@@ -196,7 +222,7 @@ def prepare(kind: str, limits) -> str:
         flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
         try:
             kernel("mount", "proc", "/proc", "proc", flags, None)
-        except PermissionError:                           # a container that masks parts of /proc permits no new one: then none at all
+        except PermissionError:                           # a container that masks parts of /proc permits no new one: then none
             kernel("mount", "tmpfs", "/proc", "tmpfs", flags, "size=4k")
     elif kind == "unsafe":
         import tempfile
@@ -209,7 +235,8 @@ def become_program(files: list, folder: str, limits, kind: str):
     """The fork that turns into the program. Never returns."""
     exit_code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)                                  # kill(0) must not reach the server
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code, stdin, stdout, stderr = files
         source = read_all(code)
         for target, fd in enumerate((stdin, stdout, stderr)):
@@ -225,7 +252,8 @@ def become_program(files: list, folder: str, limits, kind: str):
 
 
 def watch_program(program: int, control: int, limits, kind: str):
-    """Waits for the program's end, a limit of the whole call, or a word (end-of-file) from the caller; then kills all that is left. (exit code, why it was stopped)"""
+    """Waits for the program's end, a limit of the whole call, or a word (end-of-file) from the caller; then kills all that is
+    left. (exit code, why it was stopped)"""
     watch, deadline = select.poll(), time.monotonic() + limits.wall_seconds
     watch.register(control, select.POLLIN)
     watch.register(os.pidfd_open(program), select.POLLIN)
@@ -248,7 +276,8 @@ def watch_program(program: int, control: int, limits, kind: str):
 
 
 def reap(program: int, status, cpu: float, options: int):
-    """Collects dead children (orphans come to pid 1): those dead now (WNOHANG), or all (0). The program's wait status and CPU seconds once it is among them."""
+    """Collects dead children (orphans come to pid 1): those dead now (WNOHANG), or all (0). The program's wait status and CPU
+    seconds once it is among them."""
     while True:
         try:
             pid, code, usage = os.wait4(-1, options)
@@ -261,7 +290,8 @@ def reap(program: int, status, cpu: float, options: int):
 
 
 def over_limits(limits):
-    """Which limit of the whole call is broken now: "memory", "processes" or None. Orphans come to this process, so all of the call are its descendants."""
+    """Which limit of the whole call is broken now: "memory", "processes" or None. Orphans come to this process, so all of the
+    call are its descendants."""
     def read(path):
         with open(path) as f:
             return f.read().split()
@@ -279,19 +309,20 @@ def over_limits(limits):
 
 
 def kill_all(program: int, kind: str):
-    """Kills what is left of the call. As pid 1 one signal reaches everything in the namespace at once, and forks in progress fail; "unsafe" does what it can."""
+    """Kills what is left of the call. As pid 1 one signal reaches everything in the namespace at once, and forks in progress
+    fail; "unsafe" does what it can."""
     try:
         os.kill(-1, signal.SIGKILL) if kind != "unsafe" else os.killpg(program, signal.SIGKILL)
     except ProcessLookupError:
         pass
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # The server: entered once, forks an init per request.
 
 def serve(connection: socket.socket):
-    """The long-lived helper. Enters the namespaces, builds the read-only root, then forks one init per message (limits as JSON + control and 4 files). Ends at
-    end-of-file, which is also what it reads when the caller is killed."""
+    """The long-lived helper. Enters the namespaces, builds the read-only root, then forks one init per message (limits as JSON +
+    control and 4 files). Ends at end-of-file, which is also what it reads when the caller is killed."""
     with open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")                                   # out of memory: the kernel takes programs first
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -308,7 +339,8 @@ def serve(connection: socket.socket):
     here = os.open("/proc/self/ns/pid", os.O_RDONLY)
     build_root()
     socket.sethostname("sandbox")
-    for name in "atexit bisect collections datetime decimal fractions functools heapq itertools math random re statistics string traceback types typing".split():
+    for name in ("bisect collections datetime decimal fractions heapq itertools math random re statistics string traceback types "
+                 "typing").split():
         __import__(name)                                  # what programs import most: already there
     seccomp_filter(), can_become(PROGRAM_ID)
     gc.freeze()                                           # forks then share these pages for longer
@@ -332,13 +364,15 @@ def serve(connection: socket.socket):
 
 
 DEVICES = ("null", "full", "random", "urandom")          # no /dev/zero: shared mappings of it escape the memory limits
-DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2", "shm": "/tmp"}
+DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+                "shm": "/tmp"}
 
 
 def system_paths() -> list:
     """What programs may read: the system, this Python, its virtual environment."""
     homes = [home for home in dict.fromkeys(["/usr", "/usr/local", sys.base_prefix, sys.prefix])]
-    wanted = [f"{home}/{part}" for home in homes for part in ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")]
+    parts = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")
+    wanted = [f"{home}/{part}" for home in homes for part in parts]
     return wanted + ["/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
 
 
@@ -361,7 +395,7 @@ def build_root():
         os.symlink(target, "/dev/" + name)
     os.mkdir("/proc")
     os.mkdir("/tmp")
-    kernel("mount", "/old/proc", "/proc", None, MS_BIND | MS_REC, None)    # a new /proc may be mounted only where a whole one is visible
+    kernel("mount", "/old/proc", "/proc", None, MS_BIND | MS_REC, None)      # a new one may be mounted only where one is visible
     kernel("umount2", "/old", 2)                          # 2: MNT_DETACH
     os.rmdir("/old")
     lock("/", 0)
@@ -383,7 +417,7 @@ def lock(path: str, flags: int, device: bool = False):
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # started by sandbox.py: the server, or (under bubblewrap, or nothing) one call
     if sys.argv[1] == "--serve":
         serve(socket.socket(fileno=int(sys.argv[2])))

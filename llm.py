@@ -1,12 +1,15 @@
-"""One client for every OpenAI-compatible server: the distillation teacher, the LLM judge, page summaries, vision, and served models to evaluate.
+"""One client for every OpenAI-compatible server: the distillation teacher, the LLM judge, page summaries, vision, and served
+models to evaluate.
 
-`LLM(base_url, model)` has two calls: `chat(messages) -> str` (POST /chat/completions) and `complete(prompt, stop) -> Completion` (POST /completions, the raw
-form that a chain of agents needs: an AFM trajectory is ONE assistant turn, and most servers close an assistant turn that they are given).
+`LLM(base_url, model)` has two calls: `chat(messages) -> str` (POST /chat/completions) and `complete(prompt, stop) -> Completion`
+(POST /completions, the raw form that a chain of agents needs: an AFM trajectory is ONE assistant turn, and most servers close an
+assistant turn that they are given).
 
-What a run of hours needs from a client, and what is here: retries with exponential back-off and jitter on 429, 5xx, timeouts and refused connections, a server's
-Retry-After obeyed; at most `concurrency` requests at a time; a response cache in SQLite, shared by processes (a distillation run that stops at row 900 starts again
-at row 900, for nothing); tokens and cost counted. Keys come only from the environment (COA_API_KEY, then OPENAI_API_KEY), are sent only to this
-server, and stand in no cache, log or error text. Left out: streaming and asynchronous calls; threads do as well for 8 to 64 requests.
+What a run of hours needs from a client, and what is here: retries with exponential back-off and jitter on 429, 5xx, timeouts and
+refused connections, a server's Retry-After obeyed; at most `concurrency` requests at a time; a response cache in SQLite, shared
+by processes (a distillation run that stops at row 900 starts again at row 900, for nothing); tokens and cost counted. Keys come
+only from the environment (COA_API_KEY, then OPENAI_API_KEY), are sent only to this server, and stand in no cache, log or error
+text. Left out: streaming and asynchronous calls; threads do as well for 8 to 64 requests.
 
     python llm.py http://127.0.0.1:8000/v1 my-model "Say hello"
 """
@@ -27,12 +30,14 @@ from model import exit_on_input_error
 
 
 class LLMError(RuntimeError):
-    """The server could not be made to answer; the message says what it said last. Not a user's error: the caller decides what a failed request means."""
+    """The server could not be made to answer; the message says what it said last. Not a user's error: the caller decides what a
+    failed request means."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """stop_reason is the stop string that ended the text, where the server names it (vLLM, SGLang), else None; it is not part of text."""
+    """stop_reason is the stop string that ended the text, where the server names it (vLLM, SGLang), else None; it is not part of
+    text."""
     text: str
     finish_reason: str
     stop_reason: str | None
@@ -40,7 +45,8 @@ class Completion:
 
 
 class Cache:
-    """A key-value table in a SQLite file that many threads and processes share. Values are JSON. Only answers worth money are put here, never errors."""
+    """A key-value table in a SQLite file that many threads and processes share. Values are JSON. Only answers worth money are put
+    here, never errors."""
 
     def __init__(self, path: str | Path):
         self.path, self.local = str(path), threading.local()
@@ -78,18 +84,22 @@ class Cache:
 
 
 class LLM:
-    """A model on a server. base_url ends in /v1. timeout: seconds a request; attempts: tries per call; prices: dollars per million (prompt, completion) tokens.
-    `usage` counts over the object's life: prompt_tokens, completion_tokens (paid, i.e. not from the cache), calls, cache_hits, retries, errors, cost."""
+    """A model on a server. base_url ends in /v1. timeout: seconds a request; attempts: tries per call; prices: dollars per
+    million (prompt, completion) tokens. `usage` counts over the object's life: prompt_tokens, completion_tokens (paid, i.e. not
+    from the cache), calls, cache_hits, retries, errors, cost."""
 
-    def __init__(self, base_url: str, model: str, cache_path=None, concurrency: int = 8, timeout: float = 120.0, attempts: int = 6, prices=(0.0, 0.0), backoff: float = 1.0):
-        self.base_url, self.model, self.timeout, self.attempts, self.prices, self.backoff = base_url.rstrip("/"), model, timeout, attempts, prices, backoff
+    def __init__(self, base_url: str, model: str, cache_path=None, concurrency: int = 8, timeout: float = 120.0, attempts: int = 6,
+                 prices=(0.0, 0.0), backoff: float = 1.0):
+        self.base_url, self.model, self.prices = base_url.rstrip("/"), model, prices
+        self.timeout, self.attempts, self.backoff = timeout, attempts, backoff
         self.cache = Cache(cache_path) if cache_path else None
         self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
         self.session = http_session(concurrency)
         self.usage = dict(prompt_tokens=0, completion_tokens=0, calls=0, cache_hits=0, retries=0, errors=0, cost=0.0)
 
     def chat(self, messages: list, **sampling) -> str:
-        """The assistant's text for OpenAI-style messages; sampling: temperature, max_tokens, top_p, stop, seed, ... Raises LLMError."""
+        """The assistant's text for OpenAI-style messages; sampling: temperature, max_tokens, top_p, stop, seed, ... Raises
+        LLMError."""
         answer = self._post("/chat/completions", {"messages": messages, **sampling})
         return answer["choices"][0]["message"].get("content") or ""
 
@@ -98,7 +108,8 @@ class LLM:
         answer = self._post("/completions", {"prompt": prompt, **({"stop": list(stop)} if stop else {}), **sampling})
         choice = answer["choices"][0]
         reason = choice.get("stop_reason", choice.get("matched_stop"))
-        return Completion(choice["text"], choice.get("finish_reason") or "", reason if isinstance(reason, str) else None, answer.get("usage") or {})
+        reason = reason if isinstance(reason, str) else None
+        return Completion(choice["text"], choice.get("finish_reason") or "", reason, answer.get("usage") or {})
 
     def _post(self, path: str, body: dict) -> dict:
         request = {"model": self.model, **body}
@@ -111,8 +122,9 @@ class LLM:
         with self.slots:
             answer = self._request(path, request)
         usage = answer.get("usage") or {}
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        self._count(calls=1, prompt_tokens=tokens[0], completion_tokens=tokens[1], cost=(tokens[0] * self.prices[0] + tokens[1] * self.prices[1]) / 1e6)
+        read, written = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        cost = (read * self.prices[0] + written * self.prices[1]) / 1e6
+        self._count(calls=1, prompt_tokens=read, completion_tokens=written, cost=cost)
         if self.cache:
             self.cache.put(key, answer)
         return answer
@@ -121,8 +133,8 @@ class LLM:
         api_key = os.environ.get("COA_API_KEY") or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            return post_json(self.session, self.base_url + path, request, headers, check_answer, self.timeout, self.attempts, self.backoff,
-                             on_retry=lambda: self._count(retries=1))
+            return post_json(self.session, self.base_url + path, request, headers, check_answer, self.timeout, self.attempts,
+                             self.backoff, on_retry=lambda: self._count(retries=1))
         except LLMError as error:
             self._count(errors=1)
             raise LLMError(f"{error} (model {self.model})") from None
@@ -139,7 +151,8 @@ class LLM:
 
 
 def http_session(connections: int) -> requests.Session:
-    """A session for that many simultaneous requests. Its auth hook does nothing: without one, requests lets ~/.netrc replace the key."""
+    """A session for that many simultaneous requests. Its auth hook does nothing: without one, requests lets ~/.netrc replace the
+    key."""
     session = requests.Session()
     session.auth = lambda request: request
     for scheme in ("http://", "https://"):
@@ -149,12 +162,14 @@ def http_session(connections: int) -> requests.Session:
 
 def post_json(session: requests.Session, url: str, body: dict, headers: dict, check, timeout: float, attempts: int, backoff: float,
               deadline: float = float("inf"), on_retry=lambda: None):
-    """check(reply's JSON) of a POST, tried up to `attempts` times: after 408, 409, 425, 429, 5xx, a timeout, a lost connection or a reply that check (or the JSON
-    parser) refuses with ValueError. Waits backoff * 2^n seconds with jitter, or what the server asks, never past deadline (time.monotonic()). Raises LLMError."""
+    """check(reply's JSON) of a POST, tried up to `attempts` times: after 408, 409, 425, 429, 5xx, a timeout, a lost connection or
+    a reply that check (or the JSON parser) refuses with ValueError. Waits backoff * 2^n seconds with jitter, or what the server
+    asks, never past deadline (time.monotonic()). Raises LLMError."""
     for attempt in range(1, attempts + 1):
         wait = min(60.0, backoff * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         try:
-            reply = session.post(url, json=body, headers=headers, timeout=max(0.05, min(timeout, deadline - time.monotonic())), allow_redirects=False)
+            seconds = max(0.05, min(timeout, deadline - time.monotonic()))
+            reply = session.post(url, json=body, headers=headers, timeout=seconds, allow_redirects=False)
             if reply.status_code == 200:
                 return check(reply.json())
             problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
@@ -192,7 +207,7 @@ def check_answer(answer) -> dict:
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # one question to a server
     exit_on_input_error()
     if len(sys.argv) != 4:

@@ -1,18 +1,24 @@
 """Running model-written Python safely: `run_python(code, stdin, limits) -> Result`.
 
-Code written by a language model under training is hostile code: RL rewards whatever works, and what works may be reading the grader's files. A
-Python-level interpreter is no security boundary (smolagents had several escapes), so the kernel does the isolating, in layers of processes (jail.py):
+Code written by a language model under training is hostile code: RL rewards whatever works, and what works may be reading the
+grader's files. A Python-level interpreter is no security boundary (smolagents had several escapes), so the kernel does the
+isolating, in layers of processes (jail.py):
 
     trainer --(unix socket, file descriptors only)--> server --fork--> init of one call --fork--> the program
     any threads, secrets                              2 processes      own pid namespace, /tmp        no privilege
 
-* The server is entered once: a fresh interpreter with an empty environment, in namespaces of its own, over a read-only root without home, project or network.
-* Each call is a fork of it (about 3 ms, against 11 ms for a new process without any isolation), and everything of a call dies with its init.
-* Code, stdin and output travel in memfds and pipes made here, never through the server: no call can find another's data in the memory that it inherits.
-* If the trainer dies, even by kill -9, the server reads end-of-file and leaves, and the kernel kills all below it. A dead server is restarted.
+* The server is entered once: a fresh interpreter with an empty environment, in namespaces of its own, over a read-only root
+  without home, project or network.
+* Each call is a fork of it (about 3 ms, against 11 ms for a new process without any isolation), and everything of a call dies
+  with its init.
+* Code, stdin and output travel in memfds and pipes made here, never through the server: no call can find another's data in the
+  memory that it inherits.
+* If the trainer dies, even by kill -9, the server reads end-of-file and leaves, and the kernel kills all below it. A dead server
+  is restarted.
 
-Where the kernel or the container refuses namespaces to Python, Debian's `bwrap` does the same with an interpreter a call; where that fails too, `run_python` refuses
-and says what to change, unless `allow_unsafe()` was called. Left out: cgroups (rarely writable inside containers; the init counts instead), Landlock, GPUs, macOS.
+Where the kernel or the container refuses namespaces to Python, Debian's `bwrap` does the same with an interpreter a call; where
+that fails too, `run_python` refuses and says what to change, unless `allow_unsafe()` was called. Left out: cgroups (rarely
+writable inside containers; the init counts instead), Landlock, GPUs, macOS.
 
     python sandbox.py                # which isolation this machine gives, shown on one program; exit code 1 and the remedy if none
 """
@@ -32,8 +38,9 @@ import jail
 
 @dataclass(frozen=True)
 class Limits:
-    """What one call may use. The whole call: wall_seconds, memory_mb (resident), processes, file_mb (all of /tmp). Each process: cpu_seconds, memory_mb
-    (address space), open_files. Each of stdout and stderr: output_bytes. AFM: cpu 5 s, wall 7 s, 5,000 MB (its RLIMIT_AS)."""
+    """What one call may use. The whole call: wall_seconds, memory_mb (resident), processes, file_mb (all of /tmp). Each process:
+    cpu_seconds, memory_mb (address space), open_files. Each of stdout and stderr: output_bytes. AFM: cpu 5 s, wall 7 s, 5,000 MB
+    (its RLIMIT_AS)."""
     cpu_seconds: float = 5.0
     wall_seconds: float = 7.0
     memory_mb: int = 512
@@ -45,7 +52,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """status: ok (exit code 0), error, timeout, memory, refused (no isolation on this machine). exit_code: negative = killed by that signal, None = stopped by us."""
+    """status: ok (exit code 0), error, timeout, memory, refused (no isolation on this machine). exit_code: negative = killed by
+    that signal, None = stopped by us."""
     stdout: str
     stderr: str
     status: str
@@ -61,7 +69,8 @@ state = {"kind": None, "reason": "", "server": None, "connection": None, "pid": 
 
 
 def connect() -> socket.socket:
-    """The connection to the server, which is started if it does not run. OSError with the kernel's reason when namespaces are not to be had."""
+    """The connection to the server, which is started if it does not run. OSError with the kernel's reason when namespaces are not
+    to be had."""
     with start_lock:
         if state["pid"] != os.getpid():                   # first call, or this process was forked from one that has a server
             state.update(server=None, connection=None, pid=os.getpid())
@@ -70,8 +79,7 @@ def connect() -> socket.socket:
             return state["connection"]
         stop_server()
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = subprocess.Popen([*JAIL, "--serve", str(other.fileno())], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
-                                   env=jail.ENVIRONMENT, pass_fds=[other.fileno()], start_new_session=True)
+        process = start([*JAIL, "--serve", str(other.fileno())], [other.fileno()], stderr=subprocess.PIPE)
         other.close()
         try:
             if mine.recv(64) == b"unshared":
@@ -117,7 +125,8 @@ def stop_server():
 
 
 def launch(kind: str, fds: list, limits: Limits):
-    """Starts one call on its five descriptors (control, code, stdin, stdout, stderr); the process to wait for, or None when the server owns it."""
+    """Starts one call on its five descriptors (control, code, stdin, stdout, stderr); the process to wait for, or None when the
+    server owns it."""
     request = json.dumps(asdict(limits))
     if kind == "namespaces":
         try:
@@ -127,13 +136,20 @@ def launch(kind: str, fds: list, limits: Limits):
             socket.send_fds(connect(), [request.encode()], fds)
         return None
     command = (bubblewrap(limits) if kind == "bubblewrap" else []) + [*JAIL, "--call", kind, request, *map(str, fds)]
-    return subprocess.Popen(command, env=jail.ENVIRONMENT, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
-                            start_new_session=True)
+    return start(command, fds, stderr=subprocess.DEVNULL)
+
+
+def start(command: list, fds: list, stderr) -> subprocess.Popen:
+    """A process that inherits nothing but these descriptors: no environment, no terminal, no folder."""
+    return subprocess.Popen(command, env=jail.ENVIRONMENT, pass_fds=fds, cwd="/", start_new_session=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
 
 
 def bubblewrap(limits: Limits) -> list:
-    """The bwrap command that gives one call the same surroundings. Root's init keeps what it takes to make the program nobody, and to kill it."""
-    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--as-pid-1", "--new-session"]
+    """The bwrap command that gives one call the same surroundings. Root's init keeps what it takes to make the program nobody,
+    and to kill it."""
+    command = ("bwrap --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent --as-pid-1 "
+               "--new-session").split()
     keep = [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", "CAP_" + name)]
     command += ["--cap-drop", "ALL", *keep] if os.geteuid() == 0 else ["--unshare-user"]
     for path in jail.system_paths():
@@ -147,13 +163,14 @@ def bubblewrap(limits: Limits) -> list:
         command += ["--dev-bind", "/dev/" + device, "/dev/" + device]
     for name, target in jail.DEVICE_LINKS.items():
         command += ["--symlink", target, "/dev/" + name]
-    return command + ["--proc", "/proc", "--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp", "--ro-bind", JAIL[-1], JAIL[-1],
-                      "--remount-ro", "/", "--hostname", "sandbox", "--chdir", "/tmp", "--"]
+    command += ["--proc", "/proc", "--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"]
+    return command + ["--ro-bind", JAIL[-1], JAIL[-1], "--remount-ro", "/", "--hostname", "sandbox", "--chdir", "/tmp", "--"]
 
 
 def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
-    """Runs code as a Python program with stdin in the isolation of this machine, and waits for its end. Never raises for what the program does; safe to call from
-    many threads (two calls a core at a time, the others wait their turn, which does not count). Bytes of output that are no UTF-8 are replaced."""
+    """Runs code as a Python program with stdin in the isolation of this machine, and waits for its end. Never raises for what the
+    program does; safe to call from many threads (two calls a core at a time, the others wait their turn, which does not count).
+    Bytes of output that are no UTF-8 are replaced."""
     kind = isolation()
     if kind == "none":
         return Result("", remedy(), "refused", None, 0.0)
@@ -171,9 +188,12 @@ def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
         stopped = "output" if flooded else "timeout"
     status = "ok" if exit_code == 0 else "error"
     if stopped:
-        notes = {"timeout": f"longer than {limits.wall_seconds:g} s (CPU {limits.cpu_seconds:g} s)", "memory": f"more than {limits.memory_mb} MB of memory",
-                 "processes": f"more than {limits.processes} processes", "output": f"more than {limits.output_bytes} bytes of output"}
-        stderr, exit_code, status = f"{stderr}stopped: {notes.get(stopped, stopped)}\n", None, stopped if stopped in ("timeout", "memory") else "error"
+        notes = {"timeout": f"longer than {limits.wall_seconds:g} s (CPU {limits.cpu_seconds:g} s)",
+                 "memory": f"more than {limits.memory_mb} MB of memory",
+                 "processes": f"more than {limits.processes} processes",
+                 "output": f"more than {limits.output_bytes} bytes of output"}
+        stderr, exit_code = f"{stderr}stopped: {notes.get(stopped, stopped)}\n", None
+        status = stopped if stopped in ("timeout", "memory") else "error"
     elif exit_code != 0 and stderr.rstrip().rsplit("\n", 1)[-1].startswith("MemoryError"):
         status = "memory"
     return Result(stdout, stderr, status, exit_code, seconds)
@@ -219,8 +239,8 @@ def sealed(text: str) -> int:
 
 
 def pump(control: socket.socket, out: int, err: int, limits: Limits):
-    """Reads until both outputs are closed and the report, which says that no process of the call is left, is there (or will never be). The init keeps the time;
-    this side's deadline only catches an init that cannot."""
+    """Reads until both outputs are closed and the report, which says that no process of the call is left, is there (or will never
+    be). The init keeps the time; this side's deadline only catches an init that cannot."""
     data = {out: bytearray(), err: bytearray(), control.fileno(): bytearray()}
     watch = select.poll()
     for fd in data:
@@ -249,7 +269,8 @@ def pump(control: socket.socket, out: int, err: int, limits: Limits):
 
 
 def isolation() -> str:
-    """What this machine gives, found by trying, once: "namespaces", "bubblewrap", "unsafe" (after allow_unsafe(), only rlimits) or "none"."""
+    """What this machine gives, found by trying, once: "namespaces", "bubblewrap", "unsafe" (after allow_unsafe(), only rlimits)
+    or "none"."""
     with find_lock:
         if state["kind"] is None:
             state["kind"] = "none"
@@ -271,7 +292,8 @@ find_lock = threading.Lock()
 
 
 def allow_unsafe():
-    """Permits running programs with nothing but rlimits where this machine gives no isolation. Never weakens isolation that is there."""
+    """Permits running programs with nothing but rlimits where this machine gives no isolation. Never weakens isolation that is
+    there."""
     state["unsafe"] = True
 
 
@@ -292,16 +314,19 @@ def remedy() -> str:
     elif setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
         fix = "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
     else:
-        fix = "in Docker start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined --cap-add SYS_ADMIN; else sudo apt-get install bubblewrap"
-    return f"no isolation for model-written code on this machine ({state['reason']}). Remedy: {fix}. Or accept the risk: --unsafe-code (UNSAFE_CODE=1 bash speedrun.sh)"
+        fix = ("in Docker start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
+               "elsewhere sudo apt-get install bubblewrap")
+    return (f"no isolation for model-written code on this machine ({state['reason']}). Remedy: {fix}. "
+            "Or accept the risk: --unsafe-code (UNSAFE_CODE=1 bash speedrun.sh)")
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # which isolation is in force, shown on one program
     if "--unsafe-code" in sys.argv[1:]:
         allow_unsafe()
     result = run_python("print(sum(range(101)))")
-    print(f"isolation: {isolation()}; print(sum(range(101))) -> {result.status} {result.stdout.strip()}{result.stderr} in {1000 * result.seconds:.1f} ms")
+    print(f"isolation: {isolation()}; print(sum(range(101))) -> {result.status} {result.stdout.strip()}{result.stderr} "
+          f"in {1000 * result.seconds:.1f} ms")
     stop_server()
     sys.exit(0 if result.status == "ok" else 1)

@@ -1,16 +1,19 @@
 """Tool agents and the tool box that runs them while other episodes decode (Chain-of-Agents, arXiv 2508.13167, section 2).
 
-A tool takes the text between its tags and returns the text of an observation: `tool.run(argument, context) -> str`. It never raises: an error is an observation
-(a `Failure`) that helps the model to try something else. The layouts are AFM's, because its checkpoints were trained on them.
+A tool takes the text between its tags and returns the text of an observation: `tool.run(argument, context) -> str`. It never
+raises: an error is an observation (a `Failure`) that helps the model to try something else. The layouts are AFM's, because its
+checkpoints were trained on them.
 
-* wiki_search: passages. Embedded: BM25 over a corpus JSONL (corpus.py). At scale: a Search-R1/AFM retriever server (POST /retrieve).
+* wiki_search: passages. Embedded: BM25 over a corpus JSONL (corpus.py). At scale: a Search-R1/AFM retriever server (POST
+  /retrieve).
 * web_search: pages with URLs and snippets. Embedded: the same store; real: Serper (key in SERPER_API_KEY).
 * crawl_page: whole pages by URL, several separated by `|`. Embedded: the same store; with --web real HTTP (fetch.py).
 * code: Python in `sandbox.py`. visual_inspector: an image URL and a question for a vision model, through `llm.py`.
 * your own: any object with name, description and run; `register_tool` in coa_format.py adds the tag.
 
-`ToolBox` owns threads, deadlines and counters; a `Session` is one episode: it refuses exact repeats with a hint (AFM's duplicate guard) and remembers
-the last query and thought, which crawling with a summary uses. Left out: Jina, SearXNG, local image files, JavaScript pages.
+`ToolBox` owns threads, deadlines and counters; a `Session` is one episode: it refuses exact repeats with a hint (AFM's duplicate
+guard) and remembers the last query and thought, which crawling with a summary uses. Left out: Jina, SearXNG, local image files,
+JavaScript pages.
 
     python tools.py wiki_search "Nepal currency"          # one call, printed as the model would see it
 """
@@ -53,11 +56,12 @@ class Context:
         return max(0.05, min(at_most, self.deadline - time.monotonic()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # Tools
 
 class WikiSearch:
-    """Passages for a query: from the embedded store, or, with url, from a Search-R1/AFM retriever (POST url {queries, topk, return_scores})."""
+    """Passages for a query: from the embedded store, or, with url, from a Search-R1/AFM retriever (POST url {queries, topk,
+    return_scores})."""
     name, description, guard = "wiki_search", "Search an encyclopedia with a short query; returns the best passages.", "search"
 
     def __init__(self, store: Store | None = None, topk: int = 2, url: str | None = None, attempts: int = 10, backoff: float = 0.5):
@@ -68,8 +72,8 @@ class WikiSearch:
         if self.store and not self.url:
             return passages_text([(title, body) for title, _, body, _ in self.store.search(argument, self.topk)], argument)
         try:
-            hits = post_json(self.http, self.url, {"queries": [argument], "topk": self.topk, "return_scores": True}, {}, retrieved, context.seconds_left(30.0),
-                             self.attempts, self.backoff, context.deadline)
+            hits = post_json(self.http, self.url, {"queries": [argument], "topk": self.topk, "return_scores": True}, {}, retrieved,
+                             context.seconds_left(30.0), self.attempts, self.backoff, context.deadline)
         except LLMError as error:
             return Failure(f"Search error: {error}. Try again or use another query.")
         return passages_text(hits[:self.topk], argument)
@@ -79,7 +83,8 @@ class WikiSearch:
 
 
 def retrieved(reply) -> list:
-    """[(title, body)] of a /retrieve reply: result[0] holds {"document": {"contents"}, "score"} or the bare documents. ValueError if it is something else."""
+    """[(title, body)] of a /retrieve reply: result[0] holds {"document": {"contents"}, "score"} or the bare documents. ValueError
+    if it is something else."""
     try:
         documents = [hit.get("document", hit) for hit in reply["result"][0]]
         return [(title, body) for title, _, body in (document["contents"].partition("\n") for document in documents)]
@@ -98,10 +103,12 @@ SERPER = "https://google.serper.dev/search"
 
 
 class WebSearch:
-    """Pages with URL and snippet for a query: from the embedded store, or, with url, from Serper or a server that speaks like it; replies are cached."""
+    """Pages with URL and snippet for a query: from the embedded store, or, with url, from Serper or a server that speaks like it;
+    replies are cached."""
     name, description, guard = "web_search", "Search the web with a query; returns titles, URLs and snippets.", "search"
 
-    def __init__(self, store: Store | None = None, topk: int = 3, url: str | None = None, cache: Cache | None = None, blocked: tuple = BLOCKED, snippet: int = 300):
+    def __init__(self, store: Store | None = None, topk: int = 3, url: str | None = None, cache: Cache | None = None,
+                 blocked: tuple = BLOCKED, snippet: int = 300):
         self.store, self.topk, self.url, self.cache, self.snippet = store, topk, url, cache, snippet
         self.web, self.http = Web(blocked), http_session(64) if url else None
 
@@ -109,7 +116,8 @@ class WebSearch:
         if self.store and not self.url:
             pages = {}
             for title, url, _, page in self.store.search(argument, 8 * self.topk):
-                pages.setdefault(page, dict(title=title, link=url, snippet=split_passages(self.store.page(url)[1])[0][:self.snippet]))
+                snippet = split_passages(self.store.page(url)[1])[0][:self.snippet]
+                pages.setdefault(page, dict(title=title, link=url, snippet=snippet))
             return web_results_text(list(pages.values())[:self.topk], argument)
         request = {"url": self.url, "q": argument, "num": self.topk}
         hits = self.cache.get(request) if self.cache else None
@@ -117,8 +125,8 @@ class WebSearch:
         if hits is None:
             key = os.environ.get("SERPER_API_KEY") or os.environ.get("WEB_SEARCH_SERPER_API_KEY")
             try:
-                hits = post_json(self.http, self.url, {"q": argument, "num": self.topk}, {"X-API-KEY": key} if key else {}, organic, context.seconds_left(20.0), 4, 0.5,
-                                 context.deadline)
+                hits = post_json(self.http, self.url, {"q": argument, "num": self.topk}, {"X-API-KEY": key} if key else {}, organic,
+                                 context.seconds_left(20.0), 4, 0.5, context.deadline)
             except LLMError as error:
                 return Failure(f"Search error: {error}. Try again or use another query.")
             if self.cache:
@@ -151,12 +159,13 @@ def web_results_text(hits: list, query: str) -> str:
     for i, hit in enumerate(hits, 1):
         lines = [f"{i}. [{hit.get('title', '')}]({hit.get('link', '')})"]
         lines += [f"{label}: {hit[key]}" for label, key in (("Date published", "date"), ("Source", "source")) if hit.get(key)]
-        parts.append("\n".join([*lines, hit.get("link", ""), hit.get("snippet", "").replace("Your browser can't play this video.", "")]).strip())
+        snippet = hit.get("snippet", "").replace("Your browser can't play this video.", "")
+        parts.append("\n".join([*lines, hit.get("link", ""), snippet]).strip())
     return f"Found {len(hits)} results:\n\n## Web Results\n" + "\n\n".join(parts)
 
 
-EXTRACT = """From the web page below, write down everything that helps with this goal, as short points: facts for the query, clues, and links worth opening (with \
-their address). Add nothing of your own. If nothing helps, say so.
+EXTRACT = """From the web page below, write down everything that helps with this goal, as short points: facts for the query, clues, \
+and links worth opening (with their address). Add nothing of your own. If nothing helps, say so.
 Question: {question}
 Query: {query}
 Thought: {thought}
@@ -165,21 +174,23 @@ Page {url}:
 
 
 class CrawlPage:
-    """The text of pages by URL, several separated by `|` and read at once: from the embedded store, and with web from the real one. page_chars: length of one
-    page; with llm a page is first condensed to what serves the last query and thought, as AFM's crawl server does."""
+    """The text of pages by URL, several separated by `|` and read at once: from the embedded store, and with web from the real
+    one. page_chars: length of one page; with llm a page is first condensed to what serves the last query and thought, as AFM's
+    crawl server does."""
     name, description, guard = "crawl_page", "Read web pages by URL; several URLs are separated by |.", "crawl"
 
-    def __init__(self, store: Store | None = None, web: Web | None = None, llm: LLM | None = None, cache: Cache | None = None, page_chars: int = 4000, most: int = 8):
+    def __init__(self, store: Store | None = None, web: Web | None = None, llm: LLM | None = None, cache: Cache | None = None,
+                 page_chars: int = 4000, most: int = 8):
         self.store, self.web, self.llm, self.cache, self.page_chars, self.most = store, web, llm, cache, page_chars, most
 
     def run(self, argument: str, context: Context) -> str:
         urls = clean_urls(argument)
         if not urls:
             return Failure("No valid URL in the call. Write full URLs, several separated by |.")
-        pages, urls = [], urls[:self.most]
+        urls = urls[:self.most]
         with ThreadPoolExecutor(len(urls)) if self.web or self.llm else nullcontext() as pool:
-            for number, (url, text) in enumerate(zip(urls, (pool.map if pool else map)(lambda url: self.read(url, context), urls)), 1):
-                pages.append(type(text)(f"Page {number} [{url}]{text}"))
+            texts = list((pool.map if pool else map)(lambda url: self.read(url, context), urls))
+        pages = [type(text)(f"Page {i} [{url}]{text}") for i, (url, text) in enumerate(zip(urls, texts, strict=True), 1)]
         return (Failure if all(isinstance(page, Failure) for page in pages) else str)("\n\n".join(pages))
 
     def read(self, url: str, context: Context) -> str:
@@ -195,9 +206,10 @@ class CrawlPage:
                 return Failure(f": {error}.")
         if self.llm:
             text = f"{title}\n{text[:40_000]}\n" + "\n".join(f"[{name}]({link})" for name, link in links[:100])
+            request = EXTRACT.format(question=context.question, query=context.last_query or "(none)", thought=context.last_thought or "(none)",
+                                     url=url, text=text)
             try:
-                return " Summary:\n" + self.llm.chat([{"role": "user", "content": EXTRACT.format(question=context.question, query=context.last_query or "(none)",
-                                                       thought=context.last_thought or "(none)", url=url, text=text)}], temperature=0.0, max_tokens=1000)
+                return " Summary:\n" + self.llm.chat([{"role": "user", "content": request}], temperature=0.0, max_tokens=1000)
             except LLMError as error:
                 return Failure(f": could not be summarised ({error}).")
         cut_text = text[:self.page_chars] + "..." * (len(text) > self.page_chars)
@@ -228,7 +240,8 @@ def clean_urls(argument: str) -> list:
 
 
 class VisualInspector:
-    """A question about an image by URL, answered by a vision model. The image is fetched here, under the same rules as pages, and sent along."""
+    """A question about an image by URL, answered by a vision model. The image is fetched here, under the same rules as pages, and
+    sent along."""
     name, description, guard = "visual_inspector", 'Look at an image: a json fence with "file_path" (its URL) and "question".', None
 
     def __init__(self, llm: LLM, web: Web, max_bytes: int = 10_000_000):
@@ -241,10 +254,12 @@ class VisualInspector:
         except (ValueError, KeyError, TypeError, AttributeError):
             return Failure('Write the call as a json fence: {"file_path": "https://...", "question": "..."}.')
         try:
-            image, kind, _ = fetch(url, self.web, min(context.deadline - 0.5, time.monotonic() + PAGE_SECONDS), re.compile("image/"), self.max_bytes + 1)
+            deadline = min(context.deadline - 0.5, time.monotonic() + PAGE_SECONDS)
+            image, kind, _ = fetch(url, self.web, deadline, re.compile("image/"), self.max_bytes + 1)
             if len(image) > self.max_bytes:
                 raise FetchError(f"the image is larger than {self.max_bytes} bytes")
-            content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(image).decode()}"}}]
+            data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
+            content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": data}}]
             return self.llm.chat([{"role": "user", "content": content}], max_tokens=1000, top_p=0.1)
         except (FetchError, LLMError) as error:
             return Failure(f"The image cannot be inspected: {error}.")
@@ -261,7 +276,8 @@ def close_all(*things):
 
 class Code:
     """A Python program, its output in AFM's layout, cut to output_chars (AFM: 1,536: the first and the last half)."""
-    name, description, guard = "code", "Run a Python program (fence py, optional stdin in a fence sh); print what you want to see.", None
+    name, guard = "code", None
+    description = "Run a Python program (fence py, optional stdin in a fence sh); print what you want to see."
 
     def __init__(self, limits: sandbox.Limits = sandbox.Limits(), output_chars: int = 1536):
         self.limits, self.output_chars, self.concurrency = limits, output_chars, sandbox.SLOTS
@@ -278,33 +294,38 @@ class Code:
         blocks = [f"[STDOUT:BEGIN]\n{output}\n[STDOUT:END]"] * bool(output)
         if result.status == "ok":
             return "\n".join(["[EXECUTED]"] + blocks) if blocks else "[EXECUTED] exit status 0 (no output)"
-        reason = {"timeout": "Time out. Check for an infinite loop or blocked input.\n", "memory": "MEMORY_LIMIT_EXCEEDED\n"}.get(result.status, "")
-        end = "" if result.exit_code is None else f" killed by signal {-result.exit_code}" if result.exit_code < 0 else f" exit status {result.exit_code}"
+        reasons = {"timeout": "Time out. Check for an infinite loop or blocked input.\n", "memory": "MEMORY_LIMIT_EXCEEDED\n"}
+        reason, end = reasons.get(result.status, ""), ""
+        if result.exit_code is not None:
+            end = f" killed by signal {-result.exit_code}" if result.exit_code < 0 else f" exit status {result.exit_code}"
         return "\n".join(["[FAILED]" + end, *blocks, *[f"[STDERR:BEGIN]\n{reason}{errors}\n[STDERR:END]"] * bool(reason + errors)])
 
 
 def cut(text: str, chars: int) -> str:
     """At most chars characters of text: its two ends around a notice."""
-    return text if len(text) <= chars else f"{text[:chars // 2]}\n... ({len(text) - chars} characters left out) ...\n{text[-(chars // 2):]}"
+    if len(text) <= chars:
+        return text
+    return f"{text[:chars // 2]}\n... ({len(text) - chars} characters left out) ...\n{text[-(chars // 2):]}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # The tool box
 
 COUNTS = ("calls", "errors", "timeouts", "cache_hits", "repeats", "seconds")
 
 
 class ToolBox:
-    """Runs calls of many episodes, at most `workers` of one tool at a time (fewer where the tool says so: `concurrency`), each within timeout seconds from its start;
-    output longer than output_chars is cut with a notice. unavailable: every call is answered "tool unavailable" (--no-tools). A call that overstays is answered for
-    it; its thread is given up and replaced."""
+    """Runs calls of many episodes, at most `workers` of one tool at a time (fewer where the tool says so: `concurrency`), each
+    within timeout seconds from its start; output longer than output_chars is cut with a notice. unavailable: every call is
+    answered "tool unavailable" (--no-tools). A call that overstays is answered for it; its thread is given up and replaced."""
 
     def __init__(self, tools, timeout: float = 30.0, workers: int = 32, output_chars: int = 20_000, unavailable: bool = False):
         self.tools = {tool.name: tool for tool in tools}
         self.timeout, self.output_chars, self.unavailable, self.closed = timeout, output_chars, unavailable, False
         self.counts = {name: dict(calls=0, errors=0, timeouts=0, cache_hits=0, repeats=0, seconds=0.0) for name in self.tools}
         self.crews = {name: Crew(min(workers, getattr(tool, "concurrency", workers))) for name, tool in self.tools.items()}
-        self.lock, self.changed, self.running = threading.Lock(), threading.Condition(), []                # running: heap of (deadline, id, job) for the watcher
+        self.lock, self.changed = threading.Lock(), threading.Condition()
+        self.running = []                                 # heap of (deadline, id, job) for the watcher
         self.watcher = threading.Thread(target=self._watch, daemon=True, name="toolbox")
         self.watcher.start()
 
@@ -347,7 +368,7 @@ class ToolBox:
                 self.changed.notify()
             try:
                 text = job.tool.run(job.argument, job.context)
-            except Exception as error:                    # a user's own tool may raise anything, and one call must not end a run of hours
+            except Exception as error:                    # a user's own tool may raise anything: one call must not end a long run
                 print(f"tool {job.tool.name} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 text = Failure(f"The tool failed: {type(error).__name__}.")
             if not self._finish(job, text):
@@ -364,8 +385,8 @@ class ToolBox:
             if overstayed:
                 crew.threads.discard(job.thread)
                 self._hire(crew)
-        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not overstayed), timeouts=int(overstayed), cache_hits=int(job.context.cached),
-                   seconds=time.monotonic() - job.context.deadline + self.timeout)
+        self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not overstayed), timeouts=int(overstayed),
+                   cache_hits=int(job.context.cached), seconds=time.monotonic() - job.context.deadline + self.timeout)
         job.future.set_result(type(text)(cut(text, self.output_chars)))
         return True
 
@@ -382,7 +403,8 @@ class ToolBox:
                     self.changed.wait(min(wait, 1.0))
                     continue
                 job = heapq.heappop(self.running)[2]
-            self._finish(job, Failure(f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."), overstayed=True)
+            text = f"Time out: {job.tool.name} did not answer within {self.timeout:g} seconds."
+            self._finish(job, Failure(text), overstayed=True)
 
     def close(self):
         """Lets queued and running calls end, each by its deadline, then ends the threads and closes the tools."""
@@ -449,7 +471,8 @@ class Session:
         key = (getattr(tool, "guard", None), argument)
         if key[0] and key in self.seen:
             box.count(name, repeats=1)
-            return answered("You have done this search before. Use another query." if key[0] == "search" else "You have read these pages before. Use other URLs.")
+            return answered({"search": "You have done this search before. Use another query."}.get(
+                key[0], "You have read these pages before. Use other URLs."))
         self.seen.add(key)
         if key[0] == "search":
             self.last_query = argument
@@ -467,26 +490,31 @@ def answered(text: str) -> Future:
     return future
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # Options that all scripts share
 
-AFM_LIMITS = {"topk": 3, "web_topk": 10, "page_chars": 20_000, "code_memory_mb": 5000}      # for the presets of the scripts: what AFM's tools use
+# what AFM's tools use: for the presets of the scripts
+AFM_LIMITS = {"topk": 3, "web_topk": 10, "page_chars": 20_000, "code_memory_mb": 5000}
 
 
 def add_tool_arguments(parser: argparse.ArgumentParser):
     group = parser.add_argument_group("tools (keys come from the environment: SERPER_API_KEY, COA_API_KEY or OPENAI_API_KEY)")
-    group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages behind wiki_search, web_search and crawl_page")
+
+    def repeatable(name, text):
+        group.add_argument(name, metavar="HOST", action="append", default=[], help=text + "; repeatable")
+    group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages for wiki_search, web_search, crawl_page")
     group.add_argument("--topk", type=int, default=2, help="passages a wiki_search returns (AFM: 3)")
     group.add_argument("--web-topk", type=int, default=3, help="hits a web_search returns (AFM: 10)")
     group.add_argument("--page-chars", type=int, default=4000, help="characters of a page that crawl_page returns")
-    group.add_argument("--retriever", metavar="URL", help="wiki_search asks this Search-R1/AFM server, e.g. http://127.0.0.1:8000/retrieve")
-    group.add_argument("--serper", metavar="URL", nargs="?", const=SERPER, help="web_search asks Serper, or a server of the same protocol at URL")
+    group.add_argument("--retriever", metavar="URL", help="wiki_search asks this Search-R1/AFM server (http://127.0.0.1:8000/retrieve)")
+    group.add_argument("--serper", metavar="URL", nargs="?", const=SERPER, help="web_search asks Serper, or a server like it at URL")
     group.add_argument("--web", action="store_true", help="crawl_page reads the real web")
-    group.add_argument("--allow-host", metavar="HOST", action="append", default=[], help="a private host (or host:port) of your own that may be read; repeatable")
-    group.add_argument("--block-host", metavar="HOST", action="append", default=[], help="a further host that may not be searched or read; repeatable")
-    group.add_argument("--summary", metavar=("URL", "MODEL"), nargs=2, help="an OpenAI-compatible server that condenses crawled pages")
-    group.add_argument("--vision", metavar=("URL", "MODEL"), nargs=2, help="an OpenAI-compatible vision server for visual_inspector")
-    group.add_argument("--tool-cache", metavar="FILE", default="runs/tool_cache.sqlite", help="answers of paid services and fetched pages; delete it to ask again")
+    repeatable("--allow-host", "a private host (or host:port) of your own that may be read")
+    repeatable("--block-host", "a further host that may not be searched or read")
+    group.add_argument("--summary", metavar=("URL", "MODEL"), nargs=2, help="OpenAI-compatible server that condenses crawled pages")
+    group.add_argument("--vision", metavar=("URL", "MODEL"), nargs=2, help="OpenAI-compatible vision server for visual_inspector")
+    group.add_argument("--tool-cache", metavar="FILE", default="runs/tool_cache.sqlite",
+                       help="answers of paid services and fetched pages; delete it to ask again")
     group.add_argument("--code-memory-mb", type=int, default=sandbox.Limits.memory_mb, help="memory of one code call (AFM: 5000)")
     group.add_argument("--tool-timeout", type=float, default=30.0, help="seconds until a call is answered for the tool")
     group.add_argument("--unsafe-code", action="store_true", help="run model-written code even where this machine gives no isolation")
@@ -506,14 +534,15 @@ def make_toolbox(args) -> ToolBox:
     cache = Cache(args.tool_cache) if args.serper or args.web else None
     summary = LLM(*args.summary, cache_path=args.tool_cache) if args.summary else None
     tools = [WikiSearch(store, args.topk, args.retriever), WebSearch(store, args.web_topk, args.serper, cache, web.blocked),
-             CrawlPage(store, web if args.web else None, summary, cache, args.page_chars), Code(sandbox.Limits(memory_mb=args.code_memory_mb))]
+             CrawlPage(store, web if args.web else None, summary, cache, args.page_chars),
+             Code(sandbox.Limits(memory_mb=args.code_memory_mb))]
     if args.vision:
         tools.append(VisualInspector(LLM(*args.vision, cache_path=args.tool_cache), web))
     return ToolBox(tools, timeout=args.tool_timeout)
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # one call
     exit_on_input_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

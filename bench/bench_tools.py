@@ -1,13 +1,14 @@
-"""Tools: `code` by kind of isolation, full-text search over a million passages, and a soak of many episodes with failing services.
+"""Tools: `code` by kind of isolation, full-text search over a million passages, and a soak of many episodes with failing
+services.
 
-    python bench/bench_tools.py code                      # latency and throughput of a call, next to a plain subprocess (30 s)
-    python bench/bench_tools.py search                    # index and query 1,000,000 generated passages (3 min, 2 GB of disk); --passages N for fewer
-    python bench/bench_tools.py soak                      # 64 episodes, all tools, injected failures, 60 s; exit code 1 if anything leaked
-    python bench/bench_tools.py all --quick               # all three in seconds
+    python bench/bench_tools.py code          # latency and throughput of a call, next to a plain subprocess (2 min)
+    python bench/bench_tools.py search        # index and query 1,000,000 generated passages (3 min, 2 GB of disk); --passages N for fewer
+    python bench/bench_tools.py soak          # 64 episodes, all tools, injected failures, 60 s; exit code 1 if anything leaked
+    python bench/bench_tools.py all --quick   # all three in seconds
 
-Each prints a table, then one JSON line for each measured setting. The peer of `code` is what most RL code bases do: a new Python process a call with rlimits and
-no isolation. The peer of `search` is bm25s where it is installed (pip install bm25s), which holds the whole index in memory.
-"""
+Each prints a table, then one JSON line for each measured setting. The peer of `code` is what most RL code bases do: a new Python
+process a call with rlimits and no isolation. The peer of `search` is bm25s where it is installed (pip install bm25s), which holds
+the whole index in memory. """
 import argparse
 import http.server
 import json
@@ -32,28 +33,32 @@ from tools import Code, CrawlPage, ToolBox, WebSearch, WikiSearch  # noqa: E402
 
 def report(bench, ours, peer, unit, setting):
     """The JSON line of one measured setting."""
-    print(json.dumps({"bench": bench, "ours": ours, "peer": peer, "ratio": round(ours / peer, 3) if peer else None, "unit": unit, "setting": setting}), flush=True)
+    ratio = round(ours / peer, 3) if peer else None
+    print(json.dumps({"bench": bench, "ours": ours, "peer": peer, "ratio": ratio, "unit": unit, "setting": setting}), flush=True)
 
 
 def percentile(values, share):
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # code
 
-PROGRAMS = {"print(1)": "print(1)", "import numpy": "import numpy as np\nprint(np.arange(10).sum())", "200 KB output": "print('x' * 200_000)"}
+PROGRAMS = {"print(1)": "print(1)", "import numpy": "import numpy as np\nprint(np.arange(10).sum())",
+            "200 KB output": "print('x' * 200_000)"}
 
 
 def bench_code(calls, seconds):
     def plain(program):
-        subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (5, 5)))
+        subprocess.run([sys.executable, "-I", "-c", program], capture_output=True,
+                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (5, 5)))
 
     def ours(program):
         result = sandbox.run_python(program)
         assert result.status == "ok", result
     kinds = [kind for kind in ("namespaces", "bubblewrap") if works(kind)]
-    print(f"{'isolation':32} {'program':16} {'p50 ms':>8} {'p99 ms':>8} {'calls/s':>8}   ({2 * os.cpu_count()} at a time on {os.cpu_count()} cores)")
+    print(f"{2 * os.cpu_count()} at a time on {os.cpu_count()} cores")
+    print(f"{'isolation':32} {'program':16} {'p50 ms':>8} {'p99 ms':>8} {'calls/s':>8}")
     for name, program in PROGRAMS.items():
         peer = measure(plain, program, calls, seconds)
         print(f"{'none (a process and rlimits)':32} {name:16} {peer[0]:8.1f} {peer[1]:8.1f} {peer[2]:8.1f}")
@@ -95,11 +100,12 @@ def measure(call, program, calls, seconds):
     return percentile(times, 0.5), percentile(times, 0.99), done / (time.perf_counter() - started)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # search
 
 def generate(path, passages, rng):
-    """Pages of four passages of 60 words from a Zipf vocabulary of 200,000 words, titles of two rare words; returns queries: "title and one of the page's words"."""
+    """Pages of four passages of 60 words from a Zipf vocabulary of 200,000 words, titles of two rare words; returns queries:
+    "title and one of the page's words"."""
     vocabulary = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 10))) for _ in range(200_000)]
     weights = [1 / (rank + 10) for rank in range(len(vocabulary))]
     pool = rng.choices(vocabulary, weights, k=4_000_000)
@@ -128,17 +134,19 @@ def bench_search(passages):
         opened = 1000 * (time.perf_counter() - started)
         words = [" ".join(rng.choice(queries)[0].split()[-1] for _ in range(4)) for _ in range(len(queries))]
         rows = {"title + 1 word": [q for q, _ in queries], "4 words of the text": words}
-        print(f"{store.passages:,} passages: index built in {built:.1f} s ({store.passages / built:,.0f}/s), {store.path.stat().st_size / 1e6:,.0f} MB "
-              f"(corpus {corpus.stat().st_size / 1e6:,.0f} MB), reopened in {opened:.1f} ms")
+        megabytes, source = store.path.stat().st_size / 1e6, corpus.stat().st_size / 1e6
+        print(f"{store.passages:,} passages: index built in {built:.1f} s ({store.passages / built:,.0f}/s), "
+              f"{megabytes:,.0f} MB (corpus {source:,.0f} MB), reopened in {opened:.1f} ms")
         print(f"{'query':24} {'p50 ms':>8} {'p99 ms':>8} {'queries':>8}")
         report("search", round(built, 1), None, "s to index", f"{store.passages} passages, FTS5")
-        report("search", round(store.path.stat().st_size / 1e6), None, "MB on disk", f"{store.passages} passages, FTS5")
+        report("search", round(megabytes), None, "MB on disk", f"{store.passages} passages, FTS5")
         peer = bm25s_search(corpus)
         for name, texts in rows.items():
             times, peer_times = timed(lambda text: store.search(text, 3), texts), timed(peer, texts[:200]) if peer else None
             print(f"{name:24} {percentile(times, 0.5):8.2f} {percentile(times, 0.99):8.2f} {len(times):8}")
             for share in (0.5, 0.99):
-                report("search", round(percentile(times, share), 3), round(percentile(peer_times, share), 3) if peer else None, f"ms p{round(100 * share)}", f"{store.passages} passages, {name}")
+                theirs = round(percentile(peer_times, share), 3) if peer else None
+                report("search", round(percentile(times, share), 3), theirs, f"ms p{round(100 * share)}", f"{store.passages} passages, {name}")
         right = sum((store.search(query, 1) or [("",)])[0][0] == title for query, title in queries) / len(queries)
         print(f"the page named in the query comes first in {100 * right:.1f} % of {len(queries)} queries")
         store.close()
@@ -166,7 +174,7 @@ def bm25s_search(corpus):
     return lambda text: index.retrieve(bm25s.tokenize(text, show_progress=False), k=3, show_progress=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # soak
 
 class Failing(http.server.BaseHTTPRequestHandler):
@@ -192,7 +200,7 @@ class Failing(http.server.BaseHTTPRequestHandler):
             return                                        # drops the connection
         else:
             status = 200
-            time.sleep(0.2 if mood > 0.9 else 5.0 if mood > 0.98 else 0)
+            time.sleep(5.0 if mood > 0.98 else 0.2 if mood > 0.9 else 0)
         try:
             self.send_response(status)
             self.send_header("Content-Type", kind)
@@ -215,10 +223,11 @@ class Moody:
         return "fine"
 
 
-CALLS = [("wiki_search", "alpha page{n}"), ("wiki_search", 'NEAR("{n}* OR'), ("web_search", "question {n}"), ("crawl_page", "{site}/{n}|https://wiki.example/{n}"),
-         ("crawl_page", "http://169.254.169.254/{n}"), ("code", "print({n})"), ("code", "1/0 # {n}"), ("code", "while True: pass # {n}"),
-         ("code", "import os\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        import time; time.sleep(100)\nprint({n})"), ("code", "print('x' * 300_000)"),
-         ("moody", "{n}"), ("unknown", "{n}"), ("wiki_search", " ")]
+DAEMONS = "import os\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        import time; time.sleep(100)\nprint({n})"
+CALLS = [("wiki_search", "alpha page{n}"), ("wiki_search", 'NEAR("{n}* OR'), ("wiki_search", " "), ("web_search", "question {n}"),
+         ("crawl_page", "{site}/{n}|https://wiki.example/{n}"), ("crawl_page", "http://169.254.169.254/{n}"),
+         ("code", "print({n})"), ("code", "1/0 # {n}"), ("code", "while True: pass # {n}"), ("code", DAEMONS),
+         ("code", "print('x' * 300_000)"), ("moody", "{n}"), ("unknown", "{n}")]
 
 
 def soak(seconds, episodes):
@@ -226,38 +235,13 @@ def soak(seconds, episodes):
     sandbox.run_python("pass")
     folder, before = tempfile.mkdtemp(), held()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing)
-    server.daemon_threads, server.request_queue_size = True, 128
+    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    site = f"127.0.0.1:{server.server_address[1]}"
-    corpus = Path(folder) / "pages.jsonl"
-    corpus.write_text("".join(json.dumps({"id": i, "title": f"page{i}", "url": f"https://wiki.example/{i}", "text": f"alpha beta {i}"}) + "\n" for i in range(500)))
-    store, stderr = Store(corpus, folder), sys.stderr
-    sys.stderr = open(os.devnull, "w")                    # the injected exceptions are reported there
-    box = ToolBox([WikiSearch(store), WebSearch(url=f"http://{site}/search"), CrawlPage(store, Web(allowed=(site,))), Code(sandbox.Limits(cpu_seconds=1, wall_seconds=0.5)), Moody()],
-                  timeout=3.0)
-    rng, number, latencies, slowest_submit = random.Random(0), 0, [], 0.0
-    sessions = [[box.session("q"), None, 0.0] for _ in range(episodes)]
-    end, unanswered = time.monotonic() + seconds, 0
+    stderr, sys.stderr = sys.stderr, open(os.devnull, "w")                # the injected exceptions are reported there
+    box = soak_toolbox(Path(folder), f"127.0.0.1:{server.server_address[1]}")
     try:
-        while time.monotonic() < end:
-            for session in sessions:
-                if session[1] is None or session[1].done():
-                    if session[1] is not None:
-                        latencies.append(time.monotonic() - session[2])
-                    name, argument = rng.choice(CALLS)
-                    number += 1
-                    session[2] = time.monotonic()
-                    session[1] = session[0].submit(name, argument.replace("{n}", str(number)).replace("{site}", f"http://{site}"))
-                    slowest_submit = max(slowest_submit, time.monotonic() - session[2])
-                    if number % 20 == 0:
-                        session[0] = box.session("q")
-            time.sleep(0.001)
-        for session in sessions:
-            try:
-                session[1].result(timeout=60)
-            except TimeoutError:
-                unanswered += 1
+        result = run_episodes(box, f"http://127.0.0.1:{server.server_address[1]}", seconds, episodes)
     finally:
         box.close()
         server.shutdown()
@@ -268,11 +252,46 @@ def soak(seconds, episodes):
         shutil.rmtree(folder)
     deadline = time.monotonic() + 10
     while any(now > then for now, then in zip(held(), before, strict=True)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.1)                                   # what a hanging tool of the user's own holds ends with it
+    leaked = [max(0, now - then) for now, then in zip(held(), before, strict=True)]
     counters = box.counters()
-    return dict(seconds=seconds, calls=number, errors=sum(c["errors"] for c in counters.values()), timeouts=sum(c["timeouts"] for c in counters.values()), unanswered=unanswered,
-                slowest_call_seconds=round(max(latencies), 2), slowest_submit_ms=round(1000 * slowest_submit, 1), counters=counters,
-                **{f"leaked_{name}": max(0, now - then) for name, now, then in zip(("processes", "threads", "descriptors"), held(), before, strict=True)})
+    return dict(seconds=seconds, **result, errors=sum(c["errors"] for c in counters.values()), timeouts=sum(c["timeouts"] for c in counters.values()),
+                counters=counters, leaked_processes=leaked[0], leaked_threads=leaked[1], leaked_descriptors=leaked[2])
+
+
+def soak_toolbox(folder, site):
+    corpus = folder / "pages.jsonl"
+    pages = [{"id": i, "title": f"page{i}", "url": f"https://wiki.example/{i}", "text": f"alpha beta {i}"} for i in range(500)]
+    corpus.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    store = Store(corpus, folder)
+    return ToolBox([WikiSearch(store), WebSearch(url=f"http://{site}/search"), CrawlPage(store, Web(allowed=(site,))),
+                    Code(sandbox.Limits(cpu_seconds=1, wall_seconds=0.5)), Moody()], timeout=3.0)
+
+
+def run_episodes(box, site, seconds, episodes):
+    """{calls, unanswered, slowest_call_seconds, slowest_submit_ms}; one thread serves all episodes, as the sampler does."""
+    rng, number, latencies, slowest_submit, unanswered = random.Random(0), 0, [0.0], 0.0, 0
+    sessions, calls = [box.session("q") for _ in range(episodes)], [None] * episodes
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for i, call in enumerate(calls):
+            if call is None or call[0].done():
+                if call is not None:
+                    latencies.append(time.monotonic() - call[1])
+                name, argument = rng.choice(CALLS)
+                number += 1
+                started = time.monotonic()
+                calls[i] = sessions[i].submit(name, argument.replace("{n}", str(number)).replace("{site}", site)), started
+                slowest_submit = max(slowest_submit, time.monotonic() - started)
+                if number % 20 == 0:
+                    sessions[i] = box.session("q")
+        time.sleep(0.001)
+    for future, _ in calls:
+        try:
+            future.result(timeout=60)
+        except TimeoutError:
+            unanswered += 1
+    return dict(calls=number, unanswered=unanswered, slowest_call_seconds=round(max(latencies), 2), slowest_submit_ms=round(1000 * slowest_submit, 1))
 
 
 def held():
@@ -291,7 +310,7 @@ def held():
 
 
 if __name__ == "__main__":
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------------------------------------
     # which bench
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench", nargs="?", default="all", choices=["code", "search", "soak", "all"])

@@ -150,5 +150,5 @@ def test_many_threads_search_at_once(store):
 
 def test_script_answers_one_query(folder):
     path = write(folder / "pages.jsonl", PAGES)
-    done = subprocess.run([sys.executable, str(ROOT / "corpus.py"), str(path), "Nepal currency"], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(ROOT / "corpus.py"), str(path), "Nepal currency"], cwd=folder, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and "Nepal (https://wiki.example/Nepal)" in done.stdout

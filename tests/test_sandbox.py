@@ -104,6 +104,10 @@ HOSTILE = {
     "name resolution": ("import socket\nsocket.gethostbyname('example.com')\nprint('RESOLVED')", ["gaierror", "Error"], ["RESOLVED"]),
     "kill everything": ("import os, signal\nfor p in range(1, 5000):\n    if p != os.getpid():\n        try: os.kill(p, signal.SIGKILL)\n        except OSError: pass\n"
                         "try: os.kill(-1, signal.SIGKILL)\nexcept OSError: pass\nprint('alive')", ["alive"], []),
+    "signals to its init": ("import os\nfor p in (1, os.getppid()):\n    for s in range(1, 65):\n        try: os.kill(p, s)\n        except OSError: pass\nprint('alive')", ["alive"], []),
+    "kill its own group": ("import os, signal\nos.kill(0, signal.SIGKILL)", ["signal 9"], []),
+    "kill its session": ("import os, signal\nfor p in (os.getsid(0), os.getpgid(os.getppid()), os.getppid()):\n    try: os.killpg(p, signal.SIGKILL)\n    except OSError: pass\nprint('alive')",
+                         ["alive", "signal 9"], []),
     "daemonise": ("import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        for fd in range(3): os.close(fd)\n        time.sleep(1000)\n    os._exit(0)\n"
                   "print('parent done')", ["parent done"], []),
     "daemon keeps stdout": ("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint('parent done')", ["parent done"], []),
@@ -139,6 +143,7 @@ def test_hostile_program_is_bounded_contained_and_explained(name, kind, tmp_path
     program, expected, forbidden = HOSTILE[name]
     sandbox.isolation()
     run_python("pass")                                    # a server started by this test would count as its time
+    server = sandbox.state["server"]
     canary = tmp_path / "canary"
     canary.write_text("untouched")
     started = time.monotonic()
@@ -152,7 +157,7 @@ def test_hostile_program_is_bounded_contained_and_explained(name, kind, tmp_path
     assert canary.read_text() == "untouched"
     assert not [p for d in ("/", "/usr", "/usr/local/bin", "/etc", "/tmp", "/var/tmp") for p in Path(d).glob("canary-of-test")]
     assert_nothing_left()
-    assert run_python("print(1)").stdout == "1\n"         # and the next call works
+    assert run_python("print(1)").stdout == "1\n" and sandbox.state["server"] is server                  # and the next call works, in the same server
 
 
 def test_program_has_no_privilege_no_descriptor_and_no_environment(kind):
@@ -275,15 +280,20 @@ def test_nothing_survives_the_trainer(stop, tmp_path):
 def server_family(root: int) -> list:
     found = [root]
     for pid in found:
-        found += [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+        if Path(f"/proc/{pid}/task").exists():
+            found += [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
     return found
 
 
 @needs_server
 def test_at_most_two_long_lived_helpers():
-    run_python("pass")
+    for _ in range(5):
+        run_python("pass")
     assert_nothing_left()
-    assert len(server_family(sandbox.state["server"].pid)) == 2
+    deadline = time.monotonic() + 2                       # the last init may still be on its way out
+    while len(family := server_family(sandbox.state["server"].pid)) > 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(family) == 2
 
 
 @needs_server

@@ -379,5 +379,5 @@ def test_soak_64_episodes_with_injected_failures_leak_nothing(service, store):
 
 def test_script_runs_one_call(corpus, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "tools.py"), "wiki_search", "Nepal currency", "--corpus", str(corpus), "--topk", "1"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and done.stdout == "Doc 1 (Title: Nepal)\nThe currency of Nepal is the Nepalese rupee.\n", done
