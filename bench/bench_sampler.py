@@ -1,6 +1,6 @@
 """How fast rollouts are, next to what one would write with transformers: same weights, prompts, lengths and machine, one run.
 
-    python bench/bench_sampler.py                       # everything, tiny-1m and tiny-5m: about half an hour on 2 cores
+    python bench/bench_sampler.py                       # everything, for tiny-1m and tiny-5m
     python bench/bench_sampler.py --model data/smollm2  # another checkpoint beside them (a Hugging Face directory)
     python bench/bench_sampler.py --quick --only sampler_ten_turns
 
