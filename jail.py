@@ -160,10 +160,10 @@ def run_program(code: bytes, folder: str) -> int:
         f.write(code)                                     # tracebacks then show the line
     main = types.ModuleType("__main__")
     main.__file__ = path
-    sys.modules["__main__"], sys.argv, sys.path[0:0] = main, [path], [folder]
-    sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, encoding="utf-8", errors="replace", closefd=False)
-                                         for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-    sys.stderr.reconfigure(line_buffering=True)
+    sys.modules["__main__"], sys.argv, sys.path[0] = main, [path], folder
+    stdin, stdout, stderr = (open(fd, mode, encoding="utf-8", errors="replace", closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+    stderr.reconfigure(line_buffering=True)
+    sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__ = stdin, stdout, stderr, stdin, stdout, stderr
     exit_code = 0
     try:
         exec(compile(code, path, "exec"), main.__dict__)
@@ -178,7 +178,8 @@ def run_program(code: bytes, folder: str) -> int:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    if not stdout.closed:
+        stdout.flush()
     return exit_code & 255
 
 
@@ -266,21 +267,19 @@ def watch_program(program: int, control: int, limits, kind: str):
             stopped = "timeout"
         elif not ready:
             stopped = over_limits(limits)
-        status, cpu = reap(program, status, cpu, os.WNOHANG)
-    kill_all(program, kind)
-    status, cpu = reap(program, status, cpu, 0)
+        status, cpu = reap(program, status, cpu)
+    status, cpu = kill_and_reap(program, status, cpu, kind)
     exit_code = os.waitstatus_to_exitcode(status)
     if stopped is None and (exit_code == -signal.SIGXCPU or exit_code == -signal.SIGKILL and cpu > limits.cpu_seconds):
         stopped = "timeout"                               # the kernel's own stop; SIGKILL only for programs that ignore SIGXCPU
     return exit_code, stopped
 
 
-def reap(program: int, status, cpu: float, options: int):
-    """Collects dead children (orphans come to pid 1): those dead now (WNOHANG), or all (0). The program's wait status and CPU
-    seconds once it is among them."""
+def reap(program: int, status, cpu: float):
+    """Collects the children that are dead now (orphans come to pid 1). The program's wait status and CPU seconds once it is among them."""
     while True:
         try:
-            pid, code, usage = os.wait4(-1, options)
+            pid, code, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return status, cpu
         if pid == 0:
@@ -289,18 +288,35 @@ def reap(program: int, status, cpu: float, options: int):
             status, cpu = code, usage.ru_utime + usage.ru_stime
 
 
+def kill_and_reap(program: int, status, cpu: float, kind: str):
+    """Ends all that is left of the call; what reap returns. As pid 1 one signal reaches every process of the namespace, and forks in progress
+    fail. Under "unsafe" only children can be found: those of a killed child come to us next."""
+    while True:
+        try:
+            if kind == "unsafe":
+                for child in read_words("thread-self/children"):
+                    os.kill(int(child), signal.SIGKILL)
+            else:
+                os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:                        # nothing but zombies, or nothing
+            pass
+        try:
+            pid, code, usage = os.wait4(-1, 0)
+        except ChildProcessError:
+            return status, cpu
+        if pid == program:
+            status, cpu = code, usage.ru_utime + usage.ru_stime
+
+
 def over_limits(limits):
     """Which limit of the whole call is broken now: "memory", "processes" or None. Orphans come to this process, so all of the
     call are its descendants."""
-    def read(path):
-        with open(path) as f:
-            return f.read().split()
-    pages, family = 0, read("thread-self/children")
+    pages, family = 0, read_words("thread-self/children")
     for process in family:
         try:
-            pages += int(read(f"{process}/statm")[1])
+            pages += int(read_words(f"{process}/statm")[1])
             for thread in os.listdir(f"{process}/task"):
-                family += read(f"{process}/task/{thread}/children")
+                family += read_words(f"{process}/task/{thread}/children")
         except OSError:                                   # it ended meanwhile
             continue
     if len(family) > limits.processes:
@@ -308,13 +324,9 @@ def over_limits(limits):
     return "memory" if pages * resource.getpagesize() > limits.memory_mb << 20 else None
 
 
-def kill_all(program: int, kind: str):
-    """Kills what is left of the call. As pid 1 one signal reaches everything in the namespace at once, and forks in progress
-    fail; "unsafe" does what it can."""
-    try:
-        os.kill(-1, signal.SIGKILL) if kind != "unsafe" else os.killpg(program, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+def read_words(path: str) -> list:
+    with open(path) as f:
+        return f.read().split()
 
 
 # --------------------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ writable inside containers; the init counts instead), Landlock, GPUs, macOS.
     python sandbox.py                # which isolation this machine gives, shown on one program; exit code 1 and the remedy if none
 """
 import atexit
+import fcntl
 import json
 import os
 import select
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import jail
@@ -64,7 +66,7 @@ class Result:
 JAIL = [sys.executable, "-s", "-X", "utf8", os.path.abspath(jail.__file__)]
 SLOTS = 2 * (os.cpu_count() or 1)                        # calls at a time in this process
 slots = threading.BoundedSemaphore(SLOTS)
-start_lock = threading.Lock()
+start_lock, find_lock = threading.Lock(), threading.Lock()
 state = {"kind": None, "reason": "", "server": None, "connection": None, "pid": 0, "unsafe": False}
 
 
@@ -81,6 +83,7 @@ def connect() -> socket.socket:
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         process = start([*JAIL, "--serve", str(other.fileno())], [other.fileno()], stderr=subprocess.PIPE)
         other.close()
+        mine.settimeout(30)
         try:
             if mine.recv(64) == b"unshared":
                 write_id_maps(process.pid)
@@ -184,8 +187,10 @@ def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
             report, stdout, stderr, flooded = None, "", f"sandbox: {error}\n", False
         seconds = time.monotonic() - started
     exit_code, stopped = (report["exit"], report["stopped"]) if report else (None, "the sandbox was killed")
-    if stopped == "caller":
-        stopped = "output" if flooded else "timeout"
+    if stopped in (None, "caller") and flooded:
+        stopped = "output"
+    elif stopped == "caller":
+        stopped = "timeout"
     status = "ok" if exit_code == 0 else "error"
     if stopped:
         notes = {"timeout": f"longer than {limits.wall_seconds:g} s (CPU {limits.cpu_seconds:g} s)",
@@ -201,47 +206,37 @@ def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
 
 def run_once(kind: str, code: str, stdin: str, limits: Limits):
     """One call: (report of its init or None, stdout, stderr, whether it was stopped for too much output)."""
-    inputs = [sealed(code), sealed(stdin)]
-    control, theirs = socket.socketpair()
-    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-    process = None
-    try:
-        process = launch(kind, [theirs.fileno(), *inputs, out_write, err_write], limits)
-    finally:
-        theirs.close()
-        for fd in (*inputs, out_write, err_write):
-            os.close(fd)
-        if sys.exc_info()[0] is not None:
-            control.close()
-            os.close(out_read)
-            os.close(err_read)
-    try:
-        return pump(control, out_read, err_read, limits)
-    finally:
-        control.close()
-        os.close(out_read)
-        os.close(err_read)
-        if process is not None:
-            process.kill()                                # it has reported, or is stuck
-            process.wait()
+    with ExitStack() as stack:
+        control, theirs = (stack.enter_context(end) for end in socket.socketpair())
+        inputs = [stack.enter_context(sealed(text)) for text in (code, stdin)]
+        (out, out_end), (err, err_end) = ((stack.enter_context(open(fd, mode, buffering=0)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+                                          for _ in range(2))
+        given = [theirs, *inputs, out_end, err_end]
+        process = launch(kind, [end.fileno() for end in given], limits)
+        for end in given:
+            end.close()
+        try:
+            return pump(control, out, err, limits)
+        finally:
+            if process is not None:
+                process.kill()                            # it has reported, or is stuck
+                process.wait()
 
 
-def sealed(text: str) -> int:
-    """A memfd with text that nobody can change any more."""
-    import fcntl
-    data = text.encode("utf-8", "replace")
-    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as f:
-        f.write(data)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+def sealed(text: str):
+    """A memory file with text that nobody can change any more."""
+    file = open(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b", buffering=0)
+    file.write(text.encode("utf-8", "replace"))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    file.seek(0)
+    return file
 
 
-def pump(control: socket.socket, out: int, err: int, limits: Limits):
+def pump(control: socket.socket, out, err, limits: Limits):
     """Reads until both outputs are closed and the report, which says that no process of the call is left, is there (or will never
     be). The init keeps the time; this side's deadline only catches an init that cannot."""
-    data = {out: bytearray(), err: bytearray(), control.fileno(): bytearray()}
+    out, err, report = out.fileno(), err.fileno(), control.fileno()
+    data = {out: bytearray(), err: bytearray(), report: bytearray()}
     watch = select.poll()
     for fd in data:
         watch.register(fd, select.POLLIN)
@@ -253,19 +248,16 @@ def pump(control: socket.socket, out: int, err: int, limits: Limits):
                 break
         for fd, _ in watch.poll(1000):
             chunk = os.read(fd, 65536)
-            if fd == control.fileno():
+            if len(data[fd]) <= limits.output_bytes:
                 data[fd] += chunk
-            if not chunk or fd == control.fileno():
+            if not chunk or fd == report:
                 watch.unregister(fd)
                 left -= 1
-            elif len(data[fd]) < limits.output_bytes:
-                data[fd] += chunk
-            elif not flooded:
+            elif len(data[fd]) > limits.output_bytes and not flooded:
                 flooded = True
                 control.shutdown(socket.SHUT_WR)          # the init reads end-of-file and kills the call
     texts = [bytes(data[fd][:limits.output_bytes]).decode("utf-8", "replace") for fd in (out, err)]
-    report = json.loads(data[control.fileno()]) if data[control.fileno()] else None
-    return report, *texts, flooded
+    return json.loads(data[report]) if data[report] else None, *texts, flooded
 
 
 def isolation() -> str:
@@ -286,9 +278,6 @@ def isolation() -> str:
                     reasons.append(f"{kind}: {error}")
             state["reason"] = "; ".join(reasons)
     return "unsafe" if state["kind"] == "none" and state["unsafe"] else state["kind"]
-
-
-find_lock = threading.Lock()
 
 
 def allow_unsafe():

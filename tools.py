@@ -493,10 +493,6 @@ def answered(text: str) -> Future:
 # --------------------------------------------------------------------------------------------------------------------------------
 # Options that all scripts share
 
-# what AFM's tools use: for the presets of the scripts
-AFM_LIMITS = {"topk": 3, "web_topk": 10, "page_chars": 20_000, "code_memory_mb": 5000}
-
-
 def add_tool_arguments(parser: argparse.ArgumentParser):
     group = parser.add_argument_group("tools (keys come from the environment: SERPER_API_KEY, COA_API_KEY or OPENAI_API_KEY)")
 

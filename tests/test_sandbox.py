@@ -188,6 +188,8 @@ def test_calls_cannot_see_each_others_code_files_or_processes():
 def test_output_reaches_one_megabyte_and_no_further():
     result = run_python("import sys\nsys.stdout.write('x' * 999_999)\nsys.stderr.write('y' * 200_000)")
     assert (result.status, len(result.stdout), len(result.stderr)) == ("ok", 999_999, 200_000)
+    exact, over = (run_python(f"import sys\nsys.stdout.write('x' * {n})") for n in (1_000_000, 1_000_001))
+    assert (exact.status, len(exact.stdout)) == ("ok", 1_000_000) and (over.status, len(over.stdout)) == ("error", 1_000_000)
     flood = run_python("import sys\nsys.stdout.write('x' * 3_000_000)")
     assert flood.status == "error" and len(flood.stdout) == 1_000_000 and "bytes of output" in flood.stderr and flood.seconds < 3
 
@@ -218,7 +220,22 @@ def test_ordinary_programs_run_as_with_python_itself():
     assert run_python("import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(5)'], capture_output=True, text=True).stdout)").stdout == "5\n\n"
     assert run_python("import multiprocessing as m\ndef f(x): return x * x\nwith m.Pool(2) as p: print(p.map(f, range(4)))").stdout == "[0, 1, 4, 9]\n"
     assert run_python("print('é', 'Ω')").stdout == "é Ω\n"
+    assert run_python("import sys, io\nold = sys.stdout\nprint('kept')\nsys.stdout = io.StringIO()\nprint('hidden')").stdout == "kept\n"
+    closed = run_python("import sys\nprint('a')\nsys.stdout.close()")
+    assert (closed.status, closed.stdout) == ("ok", "a\n")
     assert '  File "/tmp/code.py", line 2, in f\n    return 1 / 0' in run_python("def f():\n    return 1 / 0\nf()").stderr
+
+
+def test_works_inside_an_except_block_and_after_failures_of_its_own(monkeypatch):
+    try:
+        raise ValueError
+    except ValueError:
+        assert run_python("print(1)").stdout == "1\n"
+    monkeypatch.setattr(sandbox, "launch", lambda *_: (_ for _ in ()).throw(OSError("no process")))
+    before = len(os.listdir("/proc/self/fd"))
+    result = run_python("print(1)")
+    assert (result.status, result.stderr) == ("error", "sandbox: no process\nstopped: the sandbox was killed\n")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_hash_order_is_the_same_in_every_call():
@@ -332,6 +349,7 @@ def test_without_isolation_it_refuses_with_the_remedy_unless_allowed(monkeypatch
     assert run_python("print(1)").stdout == "1\n"
     assert run_python("while True: pass", limits=TIGHT).status == "timeout"
     assert run_python("import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nprint('done')", limits=TIGHT).stdout == "done\n"
+    assert run_python("import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(1000)\nprint('done')", limits=TIGHT).stdout == "done\n"
     assert_nothing_left()
 
 
