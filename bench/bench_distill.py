@@ -69,7 +69,8 @@ if __name__ == "__main__":
     if usage := server_usage(Path(args.out) / "llm_cache.sqlite"):
         print("the server counted for the team: {calls} calls, {prompt_tokens} prompt and {completion_tokens} completion tokens".format(**usage))
     for key in ("chain", "chain, resent"):
-        print(f"{key}: {100 * (1 - total[key] / total['team']):.1f} % fewer tokens than the team")
+        saving = 1 - total[key] / total["team"]
+        print(f"{key}: {abs(100 * saving):.1f} % {'fewer' if saving > 0 else 'more'} tokens than the team")
         print(json.dumps({"bench": "distill_tokens", "ours": round(total[key] / len(traces), 1), "peer": round(total["team"] / len(traces), 1),
                           "ratio": round(total["team"] / total[key], 2), "unit": "tokens per episode",
                           "setting": {"form": key, "teacher": traces[0].teacher, "episodes": len(traces), "solved": solved,

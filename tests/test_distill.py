@@ -264,6 +264,17 @@ def test_altered_or_invented_observations_are_found():
     assert revalidate(trace, Changed()) == ["wiki_search returns something else when run again"] * 2
 
 
+def test_a_tool_that_times_out_on_a_busy_machine_does_not_change_the_chains():
+    calm = scripted_trace(TWO_HOPS)
+
+    class Busy(World):
+        def run(self, name, argument, thought=""):
+            return super().run(name, argument) if self.calls.total() != 1 else self.calls.update(late=1) or "Time out."
+    args = options(mistakes=0.0, reflect=0.0)
+    backend = lambda task, sample: Scripted(task, team(task.agent), 0, sample, 0.0, 0.0)                 # noqa: E731
+    assert team_episode(TWO_HOPS, 0, backend, Busy(), "scripted", args) == calm
+
+
 def test_a_chain_read_back_gives_its_record():
     for task in TASKS:
         trace = scripted_trace(task, 4, 1.0, 1.0)
