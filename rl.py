@@ -44,7 +44,7 @@ from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
 
 # The paper's settings (sections 4.1.1, 4.2.1; dual clip, warm-up and weight decay from the official scripts).
-COMMON = dict(samples=8, lr=1e-6, beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True)
+COMMON = dict(samples=8, refills=2, lr=1e-6, beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True)
 PRESETS = {
     "mhqa": dict(COMMON, prompts=64, minibatches=1, turns=8, new_tokens=2048, total_tokens=10240, warmup_steps=3, weight_decay=0.01),
     "web": dict(COMMON, prompts=64, minibatches=1, turns=25, new_tokens=8192, total_tokens=32768, warmup_steps=3, weight_decay=0.1,

@@ -392,6 +392,6 @@ def test_a_round_without_any_informative_group_is_logged_and_changes_nothing(wor
     (world / "hopeless.jsonl").write_text('{"id": "a", "question": "What?", "answer": "no such thing", "agent": "mhqa", "data_source": "mhqa"}\n')
     output = run(world, "rl.py", *OPTIONS, "--tasks", "hopeless.jsonl", "--steps", 1, "--eval-every", 0, "--out", "none")
     (row,) = read_jsonl(world / "none" / "metrics.jsonl")
-    assert row["informative"] == 0 and row["refills"] == 2 and "updates" not in row and "nothing to learn from" in output
+    assert row["informative"] == 0 and row["refills"] == rl.parse_arguments([]).refills and "updates" not in row and "nothing to learn from" in output
     a, b = load_model(world / "sft" / "model").state_dict(), load_model(world / "none" / "last").state_dict()
     assert all(torch.equal(a[key], b[key]) for key in a)
