@@ -209,7 +209,7 @@ def find_blocks(text):
         else:
             mentions.append(start)
             if not closing:
-                marks[name], fence = (start, end), False
+                marks[name] = (start, end)
     if tag:
         cut(len(text))
     return blocks, strays

@@ -105,7 +105,7 @@ def program(rng):
 def chain(rng):
     """A random chain -> [Segment]: tools with observations, roles, an answer; now and then text where none should be."""
     segments = []
-    for _ in range(rng.randint(1, 6)):
+    for _ in range(rng.randint(1, 4)):
         for tag in rng.sample(["think", "plan", "reflection", "suggested_answer", "double_check"], rng.randint(0, 3)):
             segments.append(Segment(tag, words(rng, 0)))
         if rng.random() < 0.1 and (not segments or segments[-1].tag):
@@ -198,6 +198,7 @@ def test_malformed_output_has_its_written_reading(row):
     assert [[s.tag, s.text, s.problem] for s in segments] == row["blocks"]
     assert find_answer(text) == row["answer"]
     assert [[call.tag, call.argument] for call in find_calls(text)] == row["calls"]
+    assert [block.tag for block in coa.model_blocks(text)] == [s.tag for s in segments if s.source == "model" and s.tag and s.problem != "unclosed"]
     assert covers(segments, text)
 
 
@@ -515,6 +516,7 @@ BAD = [
      {"after_answer", "no_think", "transition"}),
     ("mhqa", "<think>a</think>\n<wiki_search>q</wiki_search>" + O + "<think>b</think>", {"no_answer"}),
     ("mhqa", "", {"no_answer"}),
+    ("mhqa", "<think>a</think>\n<wiki_search>q</wiki_search> so" + O + "<think>b</think>\n<answer>z</answer>", {"free_text"}),
     ("mhqa", "<think>a</think> so\n<wiki_search>q</wiki_search>" + O + "<think>b</think>\n<answer>z</answer>", {"free_text"}),
     ("mhqa", "<think>a</think>\n<wiki_search>q</wiki_search>" + O + "<think>use <plan> now</think>\n<answer>z</answer>", {"mention"}),
     ("mhqa", "<think>a</think>\n<wiki_search>q</wiki_search>" + O + "</plan><think>b</think>\n<answer>z</answer>", {"free_text", "stray"}),
