@@ -219,7 +219,12 @@ def prepare(kind: str, limits) -> str:
     os.chdir("/proc")                                     # stays the /proc from before, in which over_limits sees the call
     if kind == "namespaces":
         kernel("unshare", NEWNS)
+        below = {path: os.open(path, os.O_PATH) for path in {sys.base_prefix, sys.prefix} if path.startswith("/tmp/")}
         kernel("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={limits.file_mb}m,nr_inodes=4096,mode=1777")
+        for path, fd in below.items():                    # this Python lives below /tmp: it stays visible in the new one
+            os.makedirs(path)
+            kernel("mount", f"self/fd/{fd}", path, None, MS_BIND | MS_REC, None)
+            os.close(fd)
         flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
         try:
             kernel("mount", "proc", "/proc", "proc", flags, None)
@@ -406,7 +411,7 @@ def build_root():
     for name, target in DEVICE_LINKS.items():
         os.symlink(target, "/dev/" + name)
     os.mkdir("/proc")
-    os.mkdir("/tmp")
+    os.makedirs("/tmp", exist_ok=True)                    # it is there when this Python's environment lies below it
     kernel("mount", "/old/proc", "/proc", None, MS_BIND | MS_REC, None)      # a new one may be mounted only where one is visible
     kernel("umount2", "/old", 2)                          # 2: MNT_DETACH
     os.rmdir("/old")

@@ -155,8 +155,11 @@ def bubblewrap(limits: Limits) -> list:
                "--new-session").split()
     keep = [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", "CAP_" + name)]
     command += ["--cap-drop", "ALL", *keep] if os.geteuid() == 0 else ["--unshare-user"]
+    command += ["--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"]         # first: this Python may live below it
     for path in jail.system_paths():
         for parent in reversed(path.split("/")[1:-1] and [path.rsplit("/", n)[0] for n in range(1, path.count("/"))]):
+            if parent == "/tmp":
+                continue
             command += ["--perms", "0755", "--dir", parent]                # readable for nobody, wherever this Python lives
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -166,7 +169,7 @@ def bubblewrap(limits: Limits) -> list:
         command += ["--dev-bind", "/dev/" + device, "/dev/" + device]
     for name, target in jail.DEVICE_LINKS.items():
         command += ["--symlink", target, "/dev/" + name]
-    command += ["--proc", "/proc", "--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--proc", "/proc"]
     return command + ["--ro-bind", JAIL[-1], JAIL[-1], "--remount-ro", "/", "--hostname", "sandbox", "--chdir", "/tmp", "--"]
 
 
