@@ -381,6 +381,7 @@ def write_report(folder, stages, seconds, args):
     greedy = {name: [row for row in rows if row["sample"] == 0] for name, rows in runs.items()}
     differences = {f"{b} - {a}": paired_difference(greedy[b], greedy[a]) for a, b in pairs + [(name, name.removesuffix("_no_tools")) for name in apart]}
     steps = json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").is_file() else {}
+    steps.pop("evaluate", None)                                         # speedrun.sh's name for what is measured here
     report = {"stages": {name: numbers_of[name] for name in together}, "no_tools": {name: numbers_of[name] for name in apart},
               "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(),
               "commit": commit()}

@@ -285,7 +285,7 @@ class Demo:
                 "--subset", "0", "--chunk", "2", *arguments]
 
     def run(self, out, *arguments, launcher=(), code=0):
-        result = subprocess.run([sys.executable, *launcher, *self.command(out, *arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
+        result = subprocess.run([sys.executable, *launcher, *self.command(out, *arguments)], cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment())
         assert result.returncode == code, result.stdout + result.stderr
         return result
 
