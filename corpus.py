@@ -5,8 +5,7 @@ same answers. SQLite's FTS5 does: built once from a JSONL file, then opened read
 holds millions of passages (bench/bench_tools.py measures one million). For dense retrieval over all of Wikipedia use a Search-R1
 retriever server instead (`--retriever URL`, tools.py).
 
-Four choices matter. A word that stands in more than a tenth of all passages is left out of the query: it says little and costs
-most of the time. A match in the title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal
+Four choices matter. Very common words are left out of the query: they say little and cost most of the time, which stays bounded. A match in the title weighs ten times. And a page whose whole title stands in the query counts double: "Nepal
 money" means Nepal, not "Bharatpur (Nepal)", and with 500 towns called "... (Nepal)" BM25 alone would drown it. And a passage
 counts by the share of the query's words that it holds. Left out: stemming, phrases, updates.
 
@@ -29,6 +28,7 @@ from model import InputError, exit_on_input_error
 STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her
     him his how i if in into is it its me my no not of on or our she so than that the their them then there these they this those to
     under up was we were what when where which who whom whose why will with would you your""".split())
+MOST_MATCHES = 50_000                                     # a query's words, rarest first, are used while they stand in fewer passages
 COMMON = 0.1                                              # share of the passages beyond which a word says little and costs much
 
 
@@ -66,7 +66,13 @@ class Store:
         words = list(dict.fromkeys(split_words(query)))[:64]
         counts = {w: row[0] for w in words if (row := self.db().execute("SELECT doc FROM words WHERE term = ?", (w,)).fetchone())}
         counts = {w: n for w, n in counts.items() if w not in STOP_WORDS} or counts
-        return [w for w in counts if counts[w] <= max(1000, COMMON * self.passages)] or sorted(counts, key=counts.get)[:1]
+        telling, cost = [], 0
+        for word in sorted(counts, key=counts.get):
+            cost += counts[word]
+            if telling and (counts[word] > max(1000, COMMON * self.passages) or cost > MOST_MATCHES):
+                break
+            telling.append(word)
+        return telling
 
     def search(self, query: str, topk: int) -> list:
         """The best topk passages: [(title, url, passage, page id)]. BM25 finds candidates; each then counts by the share of the
@@ -92,8 +98,11 @@ class Store:
 
     def page(self, url: str):
         """(title, text) of the page at url, or None."""
-        row = self.db().execute("SELECT title, text FROM pages WHERE url_key = ?", (url_key(url),)).fetchone()
-        return row or None
+        row = self.db().execute("SELECT title, first, last FROM pages WHERE url_key = ?", (url_key(url),)).fetchone()
+        if row is None:
+            return None
+        passages = self.db().execute("SELECT body FROM passages WHERE id BETWEEN ? AND ? ORDER BY id", row[1:])
+        return row[0], "\n\n".join(body for body, in passages)
 
     def close(self):
         with self.lock:
@@ -111,7 +120,7 @@ def content_hash(path: Path) -> str:
     """A fingerprint of a file that costs milliseconds: its size and up to 64 samples of 64 KB (all of it below 4 MB), beyond that
     also its time of change."""
     size, digest = path.stat().st_size, hashlib.sha256()
-    digest.update(repr((2, size, path.stat().st_mtime_ns if size > 1 << 22 else 0)).encode())      # 2: version of the index layout
+    digest.update(repr((3, size, path.stat().st_mtime_ns if size > 1 << 22 else 0)).encode())      # 3: version of the index layout
     with open(path, "rb") as f:
         for i in range(64):
             f.seek(i * max(1 << 16, size // 64))
@@ -125,7 +134,7 @@ def url_key(url: str) -> str:
 
 
 def corpus_rows(corpus: Path):
-    """Yields (title, url, text, passages) for each row; InputError names file, line and field."""
+    """Yields (title, url, passages) for each row; InputError names file, line and field."""
     with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rt", encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             try:
@@ -142,9 +151,8 @@ def corpus_rows(corpus: Path):
                 title, _, text = row["contents"].partition("\n")
                 passages = [text]
             else:
-                title, text = row["title"], row["text"]
-                passages = split_passages(text)
-            yield title, row.get("url") or f"https://corpus.local/{row.get('id', number)}", text, passages
+                title, passages = row["title"], split_passages(row["text"])
+            yield title, row.get("url") or f"https://corpus.local/{row.get('id', number)}", passages
 
 
 def split_passages(text: str, words: int = 100) -> list:
@@ -158,22 +166,21 @@ def split_passages(text: str, words: int = 100) -> list:
 
 
 def build_index(corpus: Path, path: Path):
-    """Writes the SQLite file: about 40,000 passages a second on one core."""
+    """Writes the SQLite file under a name of its own, then moves it to path."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     db = sqlite3.connect(temporary)
     db.executescript("""PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA page_size = 8192;
-        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, title_key TEXT, url_key TEXT, first INTEGER, last INTEGER,
-                            text TEXT);
+        CREATE TABLE pages (id INTEGER PRIMARY KEY, title TEXT, url TEXT, title_key TEXT, url_key TEXT, first INTEGER, last INTEGER);
         CREATE TABLE passages (id INTEGER PRIMARY KEY, page INTEGER, body TEXT);
         CREATE VIRTUAL TABLE passage_index USING fts5(title, body, content='', tokenize="unicode61 remove_diacritics 2");
-        INSERT INTO passage_index(passage_index, rank) VALUES ('rank', 'bm25(10.0, 1.0)');
+        INSERT INTO passage_index(passage_index, rank) VALUES ('rank', 'bm25(10.0, 1.0)'), ('hashsize', 67108864);
         CREATE VIRTUAL TABLE words USING fts5vocab(passage_index, row);""")
     try:
         number = 0
-        for page, (title, url, text, passages) in enumerate(corpus_rows(corpus), 1):
-            db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                       (page, title, url, " ".join(split_words(title)), url_key(url), number + 1, number + len(passages), text))
+        for page, (title, url, passages) in enumerate(corpus_rows(corpus), 1):
+            db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?, ?)",
+                       (page, title, url, " ".join(split_words(title)), url_key(url), number + 1, number + len(passages)))
             for body in passages:
                 number += 1
                 db.execute("INSERT INTO passages VALUES (?, ?, ?)", (number, page, body))

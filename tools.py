@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 import sandbox
 from coa_format import code_blocks
-from corpus import Store, split_passages
+from corpus import Store
 from fetch import BLOCKED, PAGE_SECONDS, FetchError, Web, fetch, page_text
 from llm import LLM, Cache, LLMError, http_session, post_json
 from model import InputError, exit_on_input_error
@@ -116,7 +116,7 @@ class WebSearch:
         if self.store and not self.url:
             pages = {}
             for title, url, _, page in self.store.search(argument, 8 * self.topk):
-                snippet = split_passages(self.store.page(url)[1])[0][:self.snippet]
+                snippet = self.store.page(url)[1].split("\n\n")[0][:self.snippet]
                 pages.setdefault(page, dict(title=title, link=url, snippet=snippet))
             return web_results_text(list(pages.values())[:self.topk], argument)
         request = {"url": self.url, "q": argument, "num": self.topk}
@@ -342,10 +342,10 @@ class ToolBox:
             for key, amount in amounts.items():
                 self.counts[name][key] += amount
 
-    def submit(self, tool, argument: str, context: Context) -> Future:
+    def submit(self, tool, argument: str, context: Context, on_failure=lambda: None) -> Future:
         if self.closed:
             raise RuntimeError("the tool box is closed")
-        job, crew = Job(tool, argument, context, Future()), self.crews[tool.name]
+        job, crew = Job(tool, argument, context, on_failure, Future()), self.crews[tool.name]
         job.future.set_running_or_notify_cancel()         # cannot be cancelled from here on
         with self.lock:
             crew.unfinished += 1
@@ -387,6 +387,8 @@ class ToolBox:
                 self._hire(crew)
         self.count(job.tool.name, calls=1, errors=int(isinstance(text, Failure) and not overstayed), timeouts=int(overstayed),
                    cache_hits=int(job.context.cached), seconds=time.monotonic() - job.context.deadline + self.timeout)
+        if isinstance(text, Failure):
+            job.on_failure()                              # before anyone can see the result
         job.future.set_result(type(text)(cut(text, self.output_chars)))
         return True
 
@@ -443,6 +445,7 @@ class Job:
     tool: object
     argument: str
     context: Context
+    on_failure: object
     future: Future
     done: bool = False
     thread: threading.Thread | None = None
@@ -476,9 +479,8 @@ class Session:
         self.seen.add(key)
         if key[0] == "search":
             self.last_query = argument
-        future = box.submit(tool, argument, Context(self.question, self.last_query, self.last_thought))
-        future.add_done_callback(lambda done: self.seen.discard(key) if isinstance(done.result(), Failure) else None)
-        return future
+        context = Context(self.question, self.last_query, self.last_thought)
+        return box.submit(tool, argument, context, on_failure=lambda: self.seen.discard(key))
 
     def run(self, name: str, argument: str, thought: str = "") -> str:
         return self.submit(name, argument, thought).result()
@@ -517,8 +519,8 @@ def add_tool_arguments(parser: argparse.ArgumentParser):
     group.add_argument("--no-tools", action="store_true", help="answer every call with 'tool unavailable'")
 
 
-def make_toolbox(args) -> ToolBox:
-    """The tool box that the options describe. InputError for a missing corpus or key."""
+def make_toolbox(args, extra=()) -> ToolBox:
+    """The tool box that the options describe, with extra tools of one's own. InputError for a missing corpus or key."""
     if args.no_tools:
         return ToolBox([WikiSearch(), WebSearch(), CrawlPage(), Code()], workers=1, unavailable=True)
     if args.unsafe_code:
@@ -534,7 +536,7 @@ def make_toolbox(args) -> ToolBox:
              Code(sandbox.Limits(memory_mb=args.code_memory_mb))]
     if args.vision:
         tools.append(VisualInspector(LLM(*args.vision, cache_path=args.tool_cache), web))
-    return ToolBox(tools, timeout=args.tool_timeout)
+    return ToolBox([*tools, *extra], timeout=args.tool_timeout)
 
 
 if __name__ == "__main__":

@@ -294,6 +294,7 @@ def test_failed_call_may_be_repeated(service):
         session = box.session("q")
         assert session.run("wiki_search", "q").startswith("Search error")
         assert session.run("wiki_search", "q").startswith("Doc 1")
+        assert session.run("wiki_search", "q").startswith("You have done this")
 
 
 def test_session_hands_question_query_and_thought_to_the_tool():
@@ -355,6 +356,8 @@ def test_options_make_the_tools_they_describe(corpus, tmp_path, monkeypatch):
 
     def options(*words):
         return make_toolbox(parser.parse_args(["--corpus", str(corpus), *words]))
+    with make_toolbox(parser.parse_args(["--corpus", str(corpus)]), extra=[Sleepy()]) as box:
+        assert box.session("q").run("sleepy", "x") == "did x"
     with options("--topk", "1", "--vision", "http://127.0.0.1:1/v1", "m", "--code-memory-mb", "100") as box:
         assert list(box.tools) == ["wiki_search", "web_search", "crawl_page", "code", "visual_inspector"]
         assert box.session("q").run("wiki_search", "Nepal currency").count("Doc") == 1
