@@ -441,14 +441,17 @@ def parse_arguments(argv=None):
     group.add_argument("--kl", type=float, default=0.0, help="weight of the k3 KL to the starting model (default: none)")
     group.add_argument("--tis", type=float, default=0.0, help="old log-probs from the trainer, times importance weights cut at this")
     group = parser.add_argument_group("evaluation")
-    group.add_argument("--dev", nargs="+", default=["data/tasks/dev.jsonl"], help="held-out tasks (default %(default)s)")
+    group.add_argument("--dev", nargs="+", help="held-out tasks (default: data/tasks/dev.jsonl with the built-in --tasks, else none)")
     group.add_argument("--eval-tasks", type=int, default=90, help="how many of them (default %(default)s)")
     group.add_argument("--eval-every", type=int, default=10, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
     add_tool_arguments(parser)
     scale = add_scale_arguments(parser, micro_tokens=4096)
     scale.add_argument("--swap", action="store_true", help="while sampling keep the trainer in CPU memory, while training the sampler's copy")
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(argv)[0].preset, {}))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dev is None:
+        args.dev = ["data/tasks/dev.jsonl"] if args.tasks == parser.get_default("tasks") else []
+    return args
 
 
 if __name__ == "__main__":
@@ -462,7 +465,7 @@ if __name__ == "__main__":
     if not Path(args.model).exists() and args.model == "runs/demo/sft/model":
         raise InputError(f"{args.model}: no such directory; `python sft.py` makes it")
     tasks = [task for path in args.tasks for task in load_tasks(path)]
-    dev = pick_dev([task for path in args.dev for task in load_tasks(path)], args.eval_tasks) if args.eval_every else []
+    dev = pick_dev([task for path in args.dev for task in load_tasks(path)], args.eval_tasks) if args.eval_every and args.dev else []
     config = run_config(args, [*args.tasks, *(args.dev if dev else []), args.model, args.corpus], ignore=["swap", "slots"])
     owns = ("checkpoint", "best", "last", "metrics.jsonl", "traces.jsonl")
     if start_run(out, config, args.fresh, result="model", owns=owns) == "done":
@@ -551,5 +554,7 @@ if __name__ == "__main__":
         replace_directory(out / "model", lambda temporary: shutil.copytree(out / ("best" if dev else "last"), temporary))
         if dev:
             print(f"best on {len(dev)} held-out tasks: {state['best']:.3f} after round {state['best_step']}")
+        signal, asked = (sum(row[key] for row in history) for key in ("informative", "groups"))
+        print(f"{signal} of {asked} groups carried signal (unequal rewards); the others were right or wrong throughout")
         print(f"wrote {out / 'model'}")
     teardown()
