@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -240,18 +241,31 @@ def all_sum(*numbers):
 # Micro-batches
 
 
+MICRO_BATCH_COST = 128     # what a micro-batch costs beside its tokens, in tokens: a few hundred small operations that take time of their own
+
+
 def micro_batches(lengths, token_budget, world=1):
     """Split rows into micro-batches of like length whose padded size (rows x longest) stays within `token_budget`; a longer row goes alone.
 
-    lengths: tokens of each row. Returns, for each of `world` ranks, a list of micro-batches (lists of row numbers). Every rank gets the
-    same number of them, since every rank must enter every collective; an empty list stands for a row of weight zero."""
+    Of all ways to cut the rows, sorted by length, into runs, the one with the least padded tokens + MICRO_BATCH_COST a run (dynamic
+    programming over the end of the last run). lengths: tokens of each row. Returns, for each of `world` ranks, a list of micro-batches
+    (lists of row numbers). Every rank gets the same number of them, since every rank must enter every collective; an empty list stands
+    for a row of weight zero."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches = []
-    for row in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
+    cost, start = [0.0], [0]                                     # of the best cut of the first `end` rows; where its last run starts
+    for end in range(1, len(order) + 1):
+        best = (math.inf, 0)
+        for first in range(end - 1, -1, -1):
+            padded = (end - first) * lengths[order[first]]
+            if padded > token_budget and first < end - 1:
+                break
+            best = min(best, (cost[first] + padded + MICRO_BATCH_COST, first))
+        cost.append(best[0])
+        start.append(best[1])
+    batches, end = [], len(order)
+    while end:
+        batches.insert(0, order[start[end]:end])
+        end = start[end]
     while len(batches) % world:
         fullest = max(range(len(batches)), key=lambda i: len(batches[i]))
         batch = batches[fullest]
@@ -521,7 +535,8 @@ def memory_plan(config, facts, seq, slots, shards, checkpointing=False, swap=Fal
         "activations": facts["kept_outside"] + kept,
         "head": 3 * 4 * CHUNK * config.vocab_size + 4 * config.vocab_size * config.hidden_size + 2 * facts["block_input"],
         "rollout weights": size * facts["parameters"] if on_gpu and slots else 0,
-        "KV cache": slots * (seq + 1) * 2 * layers * config.num_key_value_heads * config.head_dim * size}
+        "KV cache": slots * (seq + 1) * 2 * layers * config.num_key_value_heads * config.head_dim * size,
+        "in CPU memory": (16 if offload else 12 if swap else 0) * facts["parameters"] / shards}
     trainer = parts["weights"] + parts["optimiser"]
     training = trainer + parts["gradients"] + parts["gathered"] + parts["activations"] + parts["head"]
     return {**parts, "training": training + (0 if swap else parts["rollout weights"]),
@@ -545,6 +560,11 @@ def find_plan(config, gpus, seq, memory, episodes=512, per_node=8):
                 break
             slots //= 2
     return None, lean
+
+
+def usable_memory(gigabytes):
+    """Bytes of a GPU that tensors may take: less what CUDA and NCCL hold and what the allocator loses to fragments."""
+    return gigabytes * 1e9 * 0.92 - 1.5e9
 
 
 def read_config(model):
@@ -573,7 +593,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
 
     config = read_config(args.plan)
-    usable = args.memory * 1e9 * 0.92 - 1.5e9                                               # fragments of the allocator; CUDA and NCCL
+    usable = usable_memory(args.memory)
     options, parts = find_plan(config, args.gpus, args.seq, usable, args.episodes, args.per_node)
     print(f"{args.plan}, {args.gpus} GPUs of {args.memory:.0f} GB ({usable / 1e9:.0f} usable), rows of {args.seq} tokens; GB per GPU:")
     for name, size in parts.items():

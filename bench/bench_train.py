@@ -31,7 +31,8 @@ import rl
 import sft
 from coa_format import ROLES, TOOLS
 from model import PRESETS, ModelConfig, Transformer, load_tokenizer, save_model, train_tokenizer
-from parallel import clip_gradients, load_trainable, make_optimizer, measure, memory_plan, refresh, rollout_copy, setup, teardown
+from parallel import (clip_gradients, find_plan, load_trainable, make_optimizer, measure, memory_plan, refresh, rollout_copy, setup, teardown,
+                      usable_memory)
 from sampler import Sampler
 
 SHAPES = {
@@ -44,6 +45,14 @@ SHAPES = {
                         num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, attention_bias=True, model_type="qwen2"),
     "1.5b": ModelConfig(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                         num_key_value_heads=2, head_dim=128, tie_word_embeddings=True, attention_bias=True, model_type="qwen2"),
+}
+QWEN = dict(vocab_size=152064, head_dim=128, attention_bias=True, model_type="qwen2")
+SHAPES |= {
+    "3b": ModelConfig(**QWEN | {"vocab_size": 151936}, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+                      num_key_value_heads=2, tie_word_embeddings=True),
+    "7b": ModelConfig(**QWEN, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4),
+    "14b": ModelConfig(**QWEN, hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8),
+    "32b": ModelConfig(**QWEN, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8),
 }
 RESULTS = []
 
@@ -289,10 +298,25 @@ def bench_memory(shape, ranks, folder, args, rows, seq, checkpointing):
                f"checkpointing {checkpointing}; ours = planned, peer = measured")
 
 
+def plan_table(seq, memory):
+    """Markdown: what `parallel.py --plan` says of the Qwen2.5 shapes on 1, 8 and 64 GPUs, for RL with 512 episodes a step."""
+    print(f"\n| {seq} tokens, GB at the peak of {memory} | 1 GPU | 8 GPUs | 64 GPUs |\n|---|---|---|---|")
+    for shape in ("0.5b", "1.5b", "3b", "7b", "14b", "32b"):
+        cells = []
+        for gpus in (1, 8, 64):
+            options, parts = find_plan(SHAPES[shape], gpus, seq, usable_memory(memory))
+            peak = max(parts["training"], parts["rollout"]) / 1e9
+            flags = [name for name in ("checkpointing", "swap", "offload") if options and options[name]]
+            split = f"shards {options['shards']}" if options else ""
+            cells.append(f"{peak:.0f}: {', '.join([split, *flags, str(options['slots']) + ' slots'])}" if options else f"does not fit ({peak:.0f})")
+        print(f"| {shape.upper()} | {' | '.join(cells)} |", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--only", nargs="+", choices=["sft", "grpo", "memory"], default=["sft", "grpo", "memory"], help="default: all")
+    parser.add_argument("--only", nargs="+", choices=["sft", "grpo", "memory", "plan"], default=["sft", "grpo", "memory"],
+                        help="plan prints the table of README.md (default: the others)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: tiny-1m and 135m on a CPU, 0.5b on a GPU")
     parser.add_argument("--micro-tokens", type=int, nargs="+", help="sizes of our micro-batches; the best counts")
     args = parser.parse_args()
@@ -310,6 +334,9 @@ if __name__ == "__main__":
                 [("30m", 4, 512, False), ("135m", 2, 512, True)]
             for setting in settings:
                 bench_memory(setting[0], ranks, Path(folder), args, *setting[1:])
+    if "plan" in args.only:
+        for memory in (80, 141):
+            plan_table(8192 if args.quick else 32768, memory)
     teardown()
     for row in RESULTS:
         print(json.dumps(row))

@@ -1,7 +1,9 @@
 """parallel.py: files are whole or absent, runs resume or refuse, batches are balanced, sharded equals plain."""
 import dataclasses
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -131,11 +133,23 @@ def test_every_row_is_in_one_micro_batch_and_every_rank_has_as_many(world, lengt
         assert all(batch for share in shares for batch in share) or len(lengths) % world
 
 
-def test_rows_of_like_length_stand_together():
-    lengths = [10, 100] * 16
-    (share,) = micro_batches(lengths, 400)
-    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in share)
-    assert padded == sum(lengths)
+def test_rows_of_like_length_stand_together_unless_a_cut_costs_more_than_padding():
+    (share,) = micro_batches([10, 300] * 8, 10_000)
+    assert sorted(len(batch) for batch in share) == [8, 8]                                  # 16 x 300 would hold 2,320 tokens of padding
+    assert len(micro_batches([300, 290, 280, 270], 10_000)[0]) == 1                         # 60 tokens of padding are cheaper than a cut
+
+
+def test_the_cut_is_the_best_of_all():
+    def price(batches):
+        return sum(len(batch) * max(lengths[row] for row in batch) + parallel.MICRO_BATCH_COST for batch in batches)
+
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = sorted((rng.randint(1, 600) for _ in range(8)), reverse=True)
+        best = min((cuts for n in range(8) for cuts in itertools.combinations(range(1, 8), n)
+                    if all((b - a) * lengths[a] <= 1500 for a, b in zip((0, *cuts), (*cuts, 8)))),
+                   key=lambda cuts: price([range(a, b) for a, b in zip((0, *cuts), (*cuts, 8))]))
+        assert price(micro_batches(lengths, 1500)[0]) == price([range(a, b) for a, b in zip((0, *best), (*best, 8))])
 
 
 def test_collate_pads_on_the_right():
