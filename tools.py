@@ -368,6 +368,7 @@ class ToolBox:
                 self.changed.notify()
             try:
                 text = job.tool.run(job.argument, job.context)
+                text = text if isinstance(text, str) else str(text)
             except Exception as error:                    # a user's own tool may raise anything: one call must not end a long run
                 print(f"tool {job.tool.name} raised {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 text = Failure(f"The tool failed: {type(error).__name__}.")

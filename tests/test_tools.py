@@ -257,6 +257,8 @@ class Sleepy:
             raise KeyError("secret detail")
         if argument == "fail":
             return Failure("failed")
+        if argument == "number":
+            return 42
         return f"did {argument}" if argument != "long" else "x" * 1000 + "end"
 
 
@@ -267,12 +269,12 @@ def test_every_call_is_answered_and_counted(store, capsys):
         assert session.run("nonsense", "x") == "There is no tool 'nonsense'. Tools: wiki_search, sleepy."
         assert session.run("sleepy", " \n") == "Empty call: write the input between <sleepy> and </sleepy>."
         assert session.run("sleepy", "raise") == "The tool failed: KeyError." and "secret detail" in capsys.readouterr().err
-        assert session.run("sleepy", "fail") == "failed"
+        assert session.run("sleepy", "fail") == "failed" and session.run("sleepy", "number") == "42"
         long = session.run("sleepy", "long")
         assert len(long) < 160 and long.endswith("end") and "characters left out" in long
         counters = box.counters()
         assert counters["wiki_search"] == dict(calls=1, errors=0, timeouts=0, cache_hits=0, repeats=0, seconds=counters["wiki_search"]["seconds"])
-        assert (counters["sleepy"]["calls"], counters["sleepy"]["errors"]) == (4, 3)
+        assert (counters["sleepy"]["calls"], counters["sleepy"]["errors"]) == (5, 3)
 
 
 def test_exact_repeat_gets_a_hint_per_episode_and_code_may_repeat(store):
