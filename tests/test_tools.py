@@ -337,7 +337,7 @@ def test_close_finishes_what_was_submitted_and_ends_all_threads(store):
     session = box.session("q")
     futures = [session.submit("sleepy", f"sleep 0.05 {i}") for i in range(9)]
     box.close()
-    assert all(future.result(timeout=0) for future in futures) and threading.active_count() == before
+    assert all(future.result(timeout=0) for future in futures) and threading.active_count() <= before        # an earlier hanging tool may have ended
     with pytest.raises(RuntimeError, match="closed"):
         session.submit("sleepy", "x")
 
