@@ -11,7 +11,7 @@ a score from 0 to 1: the same function is the reward of reinforcement learning (
     judge    any, given an LLM        a language model finds prediction and gold equivalent (AFM's JSON verdict)
 
 Departures from SQuAD's rule, each against a false verdict: text is compared in Unicode NFC; two numbers are compared as numbers (SQuAD drops
-the point, so 1.5 would equal 15); a gold that normalises to nothing ("A", "the", "`") is compared as it stands. An empty answer is never right.
+the point, so 1.5 would equal 15); a gold that normalises to nothing ("A", "the", "`") keeps what the rule takes away. An empty answer is never right.
 
 Left out: checkers for problems with several valid outputs, interactive problems, proofs.
 """
@@ -90,8 +90,9 @@ def exact_match(prediction, golds):
     predicted, number = normalise(prediction), as_number(prediction)
     for gold in golds:
         wanted = normalise(gold)
-        if not wanted:
-            if prediction.strip().lower() == gold.strip().lower() != "":
+        if not wanted:                                                  # "A": with its article, "`": with its punctuation
+            ours, theirs = prediction.strip().lower(), gold.strip().lower()
+            if ours == theirs != "" or ours.translate(PUNCTUATION) == theirs.translate(PUNCTUATION) != "":
                 return True
         elif predicted == wanted:
             value = as_number(gold)

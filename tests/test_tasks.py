@@ -29,7 +29,7 @@ def answered(task, answer, **options):
 QA = [
     ("Paris", "Paris", 1), ("Paris", "paris.", 1), ("Paris", "  Paris\n", 1), ("Paris", "“Paris”", 0), ("Paris", '"Paris"', 1), ("Paris", "Lyon", 0),
     ("Paris", "Paris, France", 0), ("Paris", "", 0), ("Paris", "   ", 0), ("Paris", "the", 0), ("The Beatles", "beatles", 1), ("Beatles", "The Beatles", 1),
-    ("the", "the", 1), ("the", "a", 0), ("the", "", 0), ("A", "A", 1), ("A", "a", 1), ("A", "B", 0), ("A", "the", 0), ("`", "`", 1), ("`", "'", 0),
+    ("the", "the", 1), ("the", "a", 0), ("the", "", 0), ("A", "A", 1), ("A", "a", 1), ("A", "A.", 1), ("A", "(A)", 1), ("A", "B", 0), ("A", "the", 0), ("`", "`", 1), ("`", "'", 0),
     ("yes", "Yes", 1), ("yes", "Yes.", 1), ("yes", "no", 0), ("no", "No", 1), ("yes", "yes and no", 0), ("True", "true", 1),
     (["NYC", "New York City"], "new york city", 1), (["NYC", "New York City"], "N.Y.C.", 1), (["NYC", "New York City"], "New York", 0),
     (["Olivia", "MFSK"], "Olivia | MFSK", 1), (["Olivia", "MFSK"], "MFSK|Olivia", 1), (["Olivia", "MFSK"], "Olivia | PSK", 0), (["Olivia", "MFSK"], "|", 0),
