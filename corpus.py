@@ -135,12 +135,12 @@ def url_key(url: str) -> str:
 
 def corpus_rows(corpus: Path):
     """Yields (title, url, passages) for each row; InputError names file, line and field."""
-    with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rt", encoding="utf-8") as f:
+    with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rb") as f:
         for number, line in enumerate(f, 1):
             try:
-                row = json.loads(line)
-            except ValueError:
-                raise InputError(f"{corpus}:{number}: expected one JSON object a line") from None
+                row = json.loads(line.decode("utf-8"))
+            except ValueError:                             # not JSON, or not UTF-8
+                raise InputError(f"{corpus}:{number}: expected one JSON object a line, in UTF-8") from None
             if not isinstance(row, dict):
                 raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
             text_field = "contents" if "contents" in row else "text"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corpus import Store, split_passages, split_words, url_key
+from corpus import Store, corpus_rows, split_passages, split_words, url_key
 from model import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,3 +152,9 @@ def test_script_answers_one_query(folder):
     path = write(folder / "pages.jsonl", PAGES)
     done = subprocess.run([sys.executable, str(ROOT / "corpus.py"), str(path), "Nepal currency"], cwd=folder, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and "Nepal (https://wiki.example/Nepal)" in done.stdout
+
+
+def test_a_corpus_that_is_no_text_is_named_with_its_line(tmp_path):
+    (tmp_path / "pages.jsonl").write_bytes(b'{"title": "A", "text": "b"}\n\xff\xfe\x00\n')
+    with pytest.raises(InputError, match=r"pages\.jsonl:2: expected one JSON object a line"):
+        list(corpus_rows(tmp_path / "pages.jsonl"))
