@@ -183,7 +183,10 @@ def page_text(body: bytes, kind: str, charset: str | None, url: str):
         text = re.sub(r"^\s*<\?xml[^>]*>", "", text.replace("\0", ""))
         if not text.strip():
             raise FetchError("the page is empty")
-        root = lxml.html.document_fromstring(text)
+        try:
+            root = lxml.html.document_fromstring(text)
+        except lxml.etree.ParserError:                     # nothing but broken tags
+            raise FetchError("the page is empty") from None
         title = " ".join((root.findtext(".//title") or "").split())
         lxml.etree.strip_elements(root, *DROPPED, with_tail=False)
         links = [(" ".join(a.text_content().split()), urljoin(url, a.get("href"))) for a in root.iter("a") if a.get("href")]

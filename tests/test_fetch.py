@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fetch
@@ -242,6 +242,7 @@ def test_odd_urls_are_refused(url):
 
 
 @settings(max_examples=200, deadline=None)
+@example(body=b"</\x01", kind="text/html", charset=None)
 @given(st.binary(max_size=300), st.sampled_from(["text/html", "text/plain", "application/xhtml+xml"]), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "base64", "x", "latin-1"]))
 def test_any_bytes_become_text_or_a_fetch_error(body, kind, charset):
     try:
