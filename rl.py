@@ -26,6 +26,7 @@ matter how often the run was stopped.
 import argparse
 import math
 import shutil
+import statistics
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -344,9 +345,9 @@ def update(model, reference, optimizer, minibatches, ranks, args):
 TRACE_KEYS = ("task_id", "sample", "suite", "reward", "score", "end_reason", "turns", "tool_calls", "violations", "text")
 
 
-def clean(value):
-    """NaN has no place in JSON."""
-    return None if isinstance(value, float) and math.isnan(value) else value
+def clean(metrics):
+    """JSON has neither NaN nor infinity: null in their place."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in metrics.items()}
 
 
 def rollout_metrics(rows, kept, refills):
@@ -369,28 +370,31 @@ def summary(metrics, state):
     """The figures that matter, for the progress bar."""
     shown = {"reward": ".2f", "informative": "d", "entropy": ".3f", "gap": ".1e", "grad_norm": ".2f", "sampled_per_second": ".0f"}
     names = {"informative": "groups", "sampled_per_second": "tok/s", "grad_norm": "grad"}
-    parts = [f"{names.get(key, key)} {metrics[key]:{form}}" for key, form in shown.items() if key in metrics]
+    parts = [f"{names.get(key, key)} {metrics[key]:{form}}" for key, form in shown.items() if metrics.get(key) is not None]
     return ", ".join(parts + ([f"best dev {state['best']:.2f}"] if state["best_step"] is not None else []))
 
 
 def warnings(metrics, history):
-    """What left a sane range, and why it matters -> list of lines. history: metrics of earlier steps, oldest first."""
-    found, updated = [], [row for row in history if "entropy" in row]
-    rewards = [row["reward"] for row in history[-20:]]
-    if len(rewards) >= 10 and metrics["reward"] < 0.5 * max(mean(rewards[i:i + 5]) for i in range(len(rewards) - 4)):
-        found.append(f"reward {metrics['reward']:.2f} has fallen below half of its best: the policy may be collapsing; lower --lr, go back to best/")
+    """What left a sane range, and why it matters -> list of lines. history: metrics of earlier steps, oldest first; all as `clean` left them."""
+    found, rewards = [], [row["reward"] for row in history[-20:] if row["reward"] is not None]
+    best = max((mean(rewards[i:i + 5]) for i in range(len(rewards) - 4)), default=0.0)
+    if len(rewards) >= 10 and (metrics["reward"] or 0.0) < 0.5 * best:
+        found.append(f"reward {metrics['reward']:.2f} is below half of its best: the policy may be collapsing; lower --lr, go back to best/")
     if metrics["cut_off"] > 0.2:
         found.append(f"{metrics['cut_off']:.0%} of the episodes hit a cap: they score 0 however good they were; raise --total-tokens or --turns")
     if not metrics["informative"]:
         found.append("no group had unequal rewards: nothing to learn from, no update; take easier or harder questions, or more --samples")
     if "entropy" not in metrics:
         return found
-    if updated and not 0.2 < metrics["entropy"] / max(1e-9, updated[0]["entropy"]) < 3:
-        found.append(f"entropy {metrics['entropy']:.3f} against {updated[0]['entropy']:.3f} at the start: too low, all samples are alike and groups "
+    if metrics.get("skipped_updates") or None in (metrics["entropy"], metrics["grad_norm"], metrics["gap"]):
+        return found + ["the loss or its gradient is not finite: no update; if it comes again go back to best/ and lower --lr"]
+    usual = [row for row in history if row.get("entropy") is not None and row["grad_norm"] is not None]
+    if usual and not 0.2 < metrics["entropy"] / max(1e-9, usual[0]["entropy"]) < 3:
+        found.append(f"entropy {metrics['entropy']:.3f} against {usual[0]['entropy']:.3f} at the start: too low, all samples are alike and groups "
                      "lose their spread; too high, the text falls apart")
-    if len(updated) >= 10 and metrics["grad_norm"] > 10 * sorted(row["grad_norm"] for row in updated[-20:])[len(updated[-20:]) // 2]:
+    if len(usual) >= 10 and metrics["grad_norm"] > 10 * statistics.median(row["grad_norm"] for row in usual[-20:]):
         found.append(f"gradient norm {metrics['grad_norm']:.2f} is ten times the usual: one batch is pulling hard; it was clipped")
-    if not metrics["gap"] < 0.05:
+    if metrics["gap"] > 0.05:
         found.append(f"log-probs of sampler and trainer differ by {metrics['gap']:.3f} nats a token: training is off-policy; see --tis")
     return found
 
@@ -520,7 +524,7 @@ if __name__ == "__main__":
             metrics |= rollout_metrics(rows, kept, refills) | figures | {
                 "lr": optimizer.param_groups[0]["lr"], "rollout_seconds": rollout_seconds, "update_seconds": update_seconds,
                 "sampled_per_second": sum(int(row["loss_mask"].sum()) for row in rows) / rollout_seconds}
-            traces.log(*({"step": step, "advantage": value, **{key: clean(row[key]) for key in TRACE_KEYS}}
+            traces.log(*(clean({"step": step, "advantage": value, **{key: row[key] for key in TRACE_KEYS}})
                          for row, value in zip(rows, values.tolist())))
 
         # Evaluation, best and last weights
@@ -531,11 +535,12 @@ if __name__ == "__main__":
             if metrics["dev"] > state["best"]:
                 state.update(best=metrics["dev"], best_step=step)
                 export_model(model, tokenizer, out / "best")
+        metrics = clean(metrics)
         if step > 0:
             metrics["warnings"] = warnings(metrics, history)
             history.append(metrics)
             progress.update()
-        log.log({key: clean(value) for key, value in metrics.items()})
+        log.log(metrics)
         if ranks.is_main:
             for line in metrics.get("warnings", []):
                 tqdm.write(f"round {step}: {line}")

@@ -273,6 +273,15 @@ def test_plan_finds_what_fits_or_says_that_nothing_does():
     assert options is None and parts["training"] > 10e9
 
 
+def test_plan_script_prints_the_parts_and_the_options(tmp_path):
+    write_atomic(tmp_path / "config.json", json.dumps(SMALL.to_hf()))
+    command = [sys.executable, str(ROOT / "parallel.py"), "--plan", str(tmp_path), "--gpus", "8", "--seq", "256"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "KV cache" in done.stdout and "fits with --micro-tokens 256 --shards 8 --slots 64" in done.stdout, done
+    done = subprocess.run([*command, "--memory", "1"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: nothing fits"), done
+
+
 def test_activations_are_those_that_autograd_really_keeps():
     """The measure on tensors without memory against the same forward pass on real ones."""
     config, kept = dataclasses.replace(SMALL, num_hidden_layers=2), {}

@@ -3,9 +3,9 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -56,11 +56,11 @@ def run(folder, script, *options, ranks=1, code=None, expect=0, kill_after=None)
     start = f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n{code or ''}\nsys.argv[0] = {script!r}\n"
     write_atomic(starter, start + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n")
     process = subprocess.Popen([*command, str(starter), *map(str, options)], cwd=folder, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                               stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=kill_after or 300)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)                                              # and the ranks that it started
         output, _ = process.communicate()
         assert kill_after, output
     assert kill_after or process.returncode == expect, output
