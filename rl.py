@@ -379,7 +379,7 @@ def warnings(metrics, history):
     found, rewards = [], [row["reward"] for row in history[-20:] if row["reward"] is not None]
     best = max((mean(rewards[i:i + 5]) for i in range(len(rewards) - 4)), default=0.0)
     if len(rewards) >= 10 and (metrics["reward"] or 0.0) < 0.5 * best:
-        found.append(f"reward {metrics['reward']:.2f} is below half of its best: the policy may be collapsing; lower --lr, go back to best/")
+        found.append(f"reward {metrics['reward'] or 0.0:.2f} is below half of its best: the policy may be collapsing; lower --lr, go back to best/")
     if metrics["cut_off"] > 0.2:
         found.append(f"{metrics['cut_off']:.0%} of the episodes hit a cap: they score 0 however good they were; raise --total-tokens or --turns")
     if not metrics["informative"]:
