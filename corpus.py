@@ -11,6 +11,7 @@ counts by the share of the query's words that it holds. Left out: stemming, phra
 
     python corpus.py data/encyclopedia.jsonl "Nepal currency"
 """
+import argparse
 import fcntl
 import gzip
 import hashlib
@@ -199,9 +200,11 @@ if __name__ == "__main__":
     # ----------------------------------------------------------------------------------------------------------------------------
     # one query
     exit_on_input_error()
-    if len(sys.argv) != 3:
-        sys.exit("usage: python corpus.py CORPUS.jsonl QUERY")
-    store = Store(sys.argv[1])
-    print(f"{store.passages} passages in {store.path}; telling words: {store.telling_words(sys.argv[2])}")
-    for title, url, passage, _ in store.search(sys.argv[2], 5):
+    parser = argparse.ArgumentParser(description="Index a corpus (if it is not yet) and print the best five passages for a query.")
+    parser.add_argument("corpus", help="JSONL, a page a line: title, text, url")
+    parser.add_argument("query")
+    args = parser.parse_args()
+    store = Store(args.corpus)
+    print(f"{store.passages} passages in {store.path}; telling words: {store.telling_words(args.query)}")
+    for title, url, passage, _ in store.search(args.query, 5):
         print(f"{title} ({url}): {passage[:120]}")

@@ -508,7 +508,8 @@ def pass_filter(traces, least=0.0, most=1.0):
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Options
 
-PRESETS = {"mhqa": {"prompt": "full", "max_acts": 24}, "web": {"prompt": "full", "max_acts": 48}, "code": {"prompt": "full", "max_acts": 24}}
+PRESETS = {"mhqa": {"prompt": "full", "max_acts": 24, "topk": 3}, "web": {"prompt": "full", "max_acts": 48, "web_topk": 10},
+           "code": {"prompt": "full", "max_acts": 24, "code_memory_mb": 5000}}
 
 
 def parse_arguments(argv=None):

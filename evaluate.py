@@ -267,7 +267,7 @@ def graded(tasks, chains, judge):
         result = grade(task, row["text"], judge=judge)
         solution = task.meta.get("solution") or {}
         return {"id": task.id, "suite": task.data_source, "agent": task.agent, "question": task.question, "gold": task.answer,
-                "held_out_phrasing": solution.get("phrasing_held_out"), **row, "score": result.score, **result.detail,
+                "wording": solution.get("wording"), **row, "score": result.score, **result.detail,
                 "tools": dict(Counter(call.tag for call in find_calls(row["text"]))), "double_check": double_check_score(row["text"])}
     with ThreadPoolExecutor(8) as pool:
         rows = list(pool.map(one, sorted(chains, key=lambda row: (place[row["id"]], row["sample"]))))

@@ -10,6 +10,7 @@ robots.txt, cookies.
 
     python fetch.py https://example.org/
 """
+import argparse
 import http.client
 import ipaddress
 import re
@@ -202,9 +203,10 @@ def page_text(body: bytes, kind: str, charset: str | None, url: str):
 if __name__ == "__main__":
     # ----------------------------------------------------------------------------------------------------------------------------
     # one page
-    if len(sys.argv) != 2:
-        sys.exit("usage: python fetch.py URL")
+    parser = argparse.ArgumentParser(description="Fetch one page under the rules of crawl_page and print its text.")
+    parser.add_argument("url")
+    url = parser.parse_args().url
     try:
-        print(*page_text(*fetch(sys.argv[1], Web(), time.monotonic() + PAGE_SECONDS), sys.argv[1])[:2], sep="\n\n")
+        print(*page_text(*fetch(url, Web(), time.monotonic() + PAGE_SECONDS), url)[:2], sep="\n\n")
     except FetchError as error:
-        sys.exit(f"error: {sys.argv[1]}: {error}")
+        sys.exit(f"error: {url}: {error}")

@@ -436,6 +436,8 @@ def lock(path: str, flags: int, device: bool = False):
 if __name__ == "__main__":
     # ----------------------------------------------------------------------------------------------------------------------------
     # started by sandbox.py: the server, or (under bubblewrap, or nothing) one call
+    if len(sys.argv) < 3:
+        sys.exit("jail.py is started by sandbox.py; `python sandbox.py` shows what it gives")
     if sys.argv[1] == "--serve":
         serve(socket.socket(fileno=int(sys.argv[2])))
     else:

@@ -13,6 +13,7 @@ text. Left out: streaming and asynchronous calls; threads do as well for 8 to 64
 
     python llm.py http://127.0.0.1:8000/v1 my-model "Say hello"
 """
+import argparse
 import hashlib
 import json
 import os
@@ -210,8 +211,11 @@ if __name__ == "__main__":
     # ----------------------------------------------------------------------------------------------------------------------------
     # one question to a server
     exit_on_input_error()
-    if len(sys.argv) != 4:
-        sys.exit("usage: python llm.py BASE_URL MODEL QUESTION")
-    llm = LLM(sys.argv[1], sys.argv[2])
-    print(llm.chat([{"role": "user", "content": sys.argv[3]}]))
+    parser = argparse.ArgumentParser(description="Ask an OpenAI-compatible server one question.")
+    parser.add_argument("base_url", help="http://HOST:PORT/v1")
+    parser.add_argument("model")
+    parser.add_argument("question")
+    args = parser.parse_args()
+    llm = LLM(args.base_url, args.model)
+    print(llm.chat([{"role": "user", "content": args.question}]))
     print(llm.usage, file=sys.stderr)

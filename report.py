@@ -84,14 +84,16 @@ def own_choice(rows):
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Numbers
 
+WORDINGS = {"sft": "wording shown in SFT", "rl": "first shown in RL", "test": "never shown"}            # of built-in tasks
+
 
 def scores(rows):
-    """All numbers of a stage: over everything, by suite, and by whether training had the question's phrasing."""
+    """All numbers of a stage: over everything, by suite, and by who showed the question's wording first: SFT, RL, or nobody."""
     suites, phrasings = defaultdict(list), {}
     for row in rows:
         suites[row["suite"]].append(row)
-    for key, held_out in (("seen", False), ("held_out", True)):
-        part = [row["score"] for row in rows if row["sample"] == 0 and row["held_out_phrasing"] is held_out]
+    for key in WORDINGS:
+        part = [row["score"] for row in rows if row["sample"] == 0 and row["wording"] == key]
         phrasings[key] = {"mean": mean(part), "n": len(part)}
     return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()}, "phrasings": phrasings}
 
@@ -143,12 +145,12 @@ def markdown(header, rows):
 
 def final_table(stages):
     suites = sorted({suite for s in stages.values() for suite in s["suites"]})
-    header = ["stage", "questions", "right", "95 % interval", *suites, "held-out phrasings", "tool calls", "tokens written", "violations"]
+    header = ["stage", "questions", "right", "95 % interval", *suites, "wordings never shown", "tool calls", "tokens written", "violations"]
     rows = []
     for name, s in stages.items():
-        held_out = s["phrasings"]["held_out"]
+        new = s["phrasings"]["test"]
         rows.append([name, s["n"], percent(s["mean"]), span(s["ci95"]), *(percent(s["suites"].get(suite, {}).get("mean")) for suite in suites),
-                     percent(held_out["mean"]) if held_out["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}", f"{s['violations']:.2f}"])
+                     percent(new["mean"]) if new["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}", f"{s['violations']:.2f}"])
     return markdown(header, rows)
 
 
@@ -180,7 +182,7 @@ def cost_table(stages):
 def report_text(report, stages, args):
     """report.md: what was measured, and how. stages: {name: numbers}, those without tools too."""
     sampled = f" and {args.samples} sampled at temperature {args.temperature}, top-p {args.top_p}" if args.samples else ""
-    phrasings = [[name, *(x for key in ("seen", "held_out") for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
+    phrasings = [[name, *(x for key in WORDINGS for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
                  for name, s in stages.items()]
     differences = [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]
     return f"""# Report
@@ -200,7 +202,7 @@ Tool calls, tokens and violations are averages a question. Every chain: [traces.
 
 ## Phrasings of the question
 
-{markdown(["stage", "seen in training", "n", "never seen", "n"], phrasings)}
+{markdown(["stage", *(cell for name in WORDINGS.values() for cell in (name, "n"))], phrasings)}
 
 ## Quality by suite
 

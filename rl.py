@@ -45,13 +45,13 @@ from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
 
 # The paper's settings (sections 4.1.1, 4.2.1; dual clip, warm-up and weight decay from the official scripts).
-COMMON = dict(samples=8, refills=2, lr=1e-6, beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True)
+COMMON = dict(samples=8, temperature=1.0, refills=2, lr=1e-6, schedule="constant", beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True)
 PRESETS = {
-    "mhqa": dict(COMMON, prompts=64, minibatches=1, turns=8, new_tokens=2048, total_tokens=10240, warmup_steps=3, weight_decay=0.01),
+    "mhqa": dict(COMMON, prompts=64, minibatches=1, turns=8, new_tokens=2048, total_tokens=10240, warmup_steps=3, weight_decay=0.01, topk=3),
     "web": dict(COMMON, prompts=64, minibatches=1, turns=25, new_tokens=8192, total_tokens=32768, warmup_steps=3, weight_decay=0.1,
-                dual_clip=10.0, steps=60),
+                dual_clip=10.0, steps=60, web_topk=10),
     "code": dict(COMMON, prompts=256, minibatches=8, turns=9, new_tokens=16384, total_tokens=20480, curriculum=[(40, 36864)], warmup_steps=10,
-                 weight_decay=0.01, dual_clip=3.0, overlong_buffer=0.125, format_reward=True, steps=150),
+                 weight_decay=0.01, dual_clip=3.0, overlong_buffer=0.125, format_reward=True, steps=150, code_memory_mb=5000),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def parse_arguments(argv=None):
     group.add_argument("--prompts", type=int, default=16, help="questions a step (default %(default)s)")
     group.add_argument("--samples", type=int, default=8, help="episodes a question (default %(default)s)")
     group.add_argument("--refills", type=int, default=1, help="further rounds for groups without spread (default %(default)s)")
-    group.add_argument("--temperature", type=float, default=1.0, help="of sampling and of the loss (default %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.7, help="of sampling and of the loss (default %(default)s)")
     group.add_argument("--prompt", choices=["brief", "full"], default="brief", help="brief for tiny models (default %(default)s)")
     group.add_argument("--turns", type=int, default=8, help="generations an episode may have (default %(default)s)")
     group.add_argument("--new-tokens", type=int, default=128, help="tokens in one generation (default %(default)s)")
@@ -430,11 +430,11 @@ def parse_arguments(argv=None):
     group.add_argument("--overlong-buffer", type=float, default=0.0, help="share of the cap over which length is punished, 0 to -1")
     group.add_argument("--overlong-filter", action="store_true", help="leave out episodes that a cap cut off")
     group = parser.add_argument_group("update")
-    group.add_argument("--steps", type=int, default=40, help="rollout-update rounds (default %(default)s)")
-    group.add_argument("--minibatches", type=int, default=1, help="optimiser steps a round (default %(default)s)")
-    group.add_argument("--lr", type=float, default=4e-4, help="learning rate (default %(default)s)")
+    group.add_argument("--steps", type=int, default=60, help="rollout-update rounds (default %(default)s)")
+    group.add_argument("--minibatches", type=int, default=4, help="optimiser steps a round (default %(default)s)")
+    group.add_argument("--lr", type=float, default=5e-4, help="learning rate (default %(default)s)")
     group.add_argument("--warmup-steps", type=int, default=3, help="rounds of linear warm-up (default %(default)s)")
-    group.add_argument("--schedule", choices=["constant", "linear", "cosine"], default="constant", help="after it (default %(default)s)")
+    group.add_argument("--schedule", choices=["constant", "linear", "cosine"], default="linear", help="after it (default %(default)s)")
     group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's weight decay (default %(default)s)")
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
@@ -470,6 +470,7 @@ if __name__ == "__main__":
         raise InputError(f"{args.model}: no such directory; `python sft.py` makes it")
     tasks = [task for path in args.tasks for task in load_tasks(path)]
     dev = pick_dev([task for path in args.dev for task in load_tasks(path)], args.eval_tasks) if args.eval_every and args.dev else []
+    toolbox = make_toolbox(args)                                    # before the folder: a corpus that cannot be read leaves nothing behind
     config = run_config(args, [*args.tasks, *(args.dev if dev else []), args.model, args.corpus], ignore=["swap", "slots"])
     owns = ("checkpoint", "best", "last", "metrics.jsonl", "traces.jsonl")
     if start_run(out, config, args.fresh, result="model", owns=owns) == "done":
@@ -488,7 +489,6 @@ if __name__ == "__main__":
     log, traces = (MetricLog(out / name, keep=state["step"] if loaded else None) for name in ("metrics.jsonl", "traces.jsonl"))
     history = [row for row in read_jsonl(out / "metrics.jsonl") if row["step"]] if ranks.is_main else []
     copy = rollout_copy(model, ranks)
-    toolbox = make_toolbox(args)
     longest = max([args.total_tokens, *(tokens for _, tokens in args.curriculum)])
     sampler = Sampler(copy, tokenizer, toolbox, slots=args.slots, max_len=longest, seed=args.seed, force_answer=args.force_answer)
     if ranks.is_main:

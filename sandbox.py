@@ -22,6 +22,7 @@ writable inside containers; the init counts instead), Landlock, GPUs, macOS.
 
     python sandbox.py                # which isolation this machine gives, shown on one program; exit code 1 and the remedy if none
 """
+import argparse
 import atexit
 import fcntl
 import json
@@ -315,7 +316,9 @@ def remedy() -> str:
 if __name__ == "__main__":
     # ----------------------------------------------------------------------------------------------------------------------------
     # which isolation is in force, shown on one program
-    if "--unsafe-code" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description="Say which isolation this machine gives to model-written code, shown on one program.")
+    parser.add_argument("--unsafe-code", action="store_true", help="run it even where there is none")
+    if parser.parse_args().unsafe_code:
         allow_unsafe()
     result = run_python("print(sum(range(101)))")
     print(f"isolation: {isolation()}; print(sum(range(101))) -> {result.status} {result.stdout.strip()}{result.stderr} "

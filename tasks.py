@@ -426,7 +426,7 @@ def read_rows(path):
     """[(place, row)] of a .jsonl, .json (a list) or .parquet file; place is "file:line" (of a list or table "file:row"), counted from 1."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"{path}: no such task file")
+        raise InputError(f"{path}: a folder, not a task file" if path.is_dir() else f"{path}: no such task file")
     if path.suffix == ".parquet":
         import pyarrow.parquet                                          # only here: half a second
         try:

@@ -107,7 +107,7 @@ class WebSearch:
     replies are cached."""
     name, description, guard = "web_search", "Search the web with a query; returns titles, URLs and snippets.", "search"
 
-    def __init__(self, store: Store | None = None, topk: int = 3, url: str | None = None, cache: Cache | None = None,
+    def __init__(self, store: Store | None = None, topk: int = 2, url: str | None = None, cache: Cache | None = None,
                  blocked: tuple = BLOCKED, snippet: int = 300):
         self.store, self.topk, self.url, self.cache, self.snippet = store, topk, url, cache, snippet
         self.web, self.http = Web(blocked), http_session(64) if url else None
@@ -503,7 +503,7 @@ def add_tool_arguments(parser: argparse.ArgumentParser):
         group.add_argument(name, metavar="HOST", action="append", default=[], help=text + "; repeatable")
     group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages for wiki_search, web_search, crawl_page")
     group.add_argument("--topk", type=int, default=2, help="passages a wiki_search returns (AFM: 3)")
-    group.add_argument("--web-topk", type=int, default=3, help="hits a web_search returns (AFM: 10)")
+    group.add_argument("--web-topk", type=int, default=2, help="hits a web_search returns (AFM: 10)")
     group.add_argument("--page-chars", type=int, default=4000, help="characters of a page that crawl_page returns")
     group.add_argument("--retriever", metavar="URL", help="wiki_search asks this Search-R1/AFM server (http://127.0.0.1:8000/retrieve)")
     group.add_argument("--serper", metavar="URL", nargs="?", const=SERPER, help="web_search asks Serper, or a server like it at URL")

@@ -1,6 +1,6 @@
 """How fast sft.py and rl.py train next to transformers' Trainer and TRL, and whether `parallel.py --plan` tells the truth about memory.
 
-    pip install trl accelerate datasets                  the peers; one that is absent is named and skipped
+    pip install -r bench/requirements.txt                the peers; one that is absent is named and skipped
     python bench/bench_train.py                          tiny-1m and a 135M shape on a CPU, bf16 0.5B where there is a GPU: 30 minutes
     python bench/bench_train.py --quick                  tiny sizes, to see that it runs; the numbers mean nothing
 
@@ -8,8 +8,8 @@ sft     tokens/s of real (not padding) tokens: whole optimiser steps of 16 rows 
         40 % of them trained. Peers on the same rows, weights, precision and threads: Trainer with its defaults (8 rows x 2 accumulation,
         random order, loss over the full head), SFTTrainer with chunked loss and rows grouped by length.
         `peak_share`: useful floating-point operations, without padding and recomputation, over the measured matmul peak.
-grpo    seconds of one step, rollout and update, without tools: tiny and random models call none; all completions have equal length.
-        Peer: GRPOTrainer with transformers' generate.
+grpo    seconds of one step, rollout and update, on episodes of the same turns and tokens, with a tool and without. Peer: GRPOTrainer with
+        transformers' generate and its own tool loop. Without a tool all episodes are equally long, which suits the peer best.
 memory  the plan against the peak: of RSS above that after the imports, or of the GPU's allocator. On a CPU measured twice: with glibc handing
         freed tensors back (MALLOC_MMAP_THRESHOLD_), which is what the plan counts, and as it is, with what its heap keeps in fragments.
 """
@@ -24,16 +24,17 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import torch
 
 import rl
 import sft
+from bench_sampler import ScriptedSampler, Tools
 from coa_format import ROLES, TOOLS
 from model import PRESETS, ModelConfig, Transformer, load_tokenizer, save_model, train_tokenizer
 from parallel import (clip_gradients, find_plan, load_trainable, make_optimizer, measure, memory_plan, refresh, rollout_copy, setup, teardown,
                       usable_memory)
-from sampler import Sampler
+from sampler import Limits, Request, Sampler
 
 SHAPES = {
     "tiny-1m": dataclasses.replace(PRESETS["tiny-1m"], vocab_size=600),
@@ -175,12 +176,12 @@ def matmul_peak(device):
 
 
 def bench_sft(shape, ranks, folder, args):
-    config, batch = SHAPES[shape], 4 if args.quick else 16
+    slow = shape != "tiny-1m" and ranks.device.type == "cpu"
+    config, batch, steps = SHAPES[shape], *((4, 3) if args.quick else (8, 3) if slow else (16, 20))
     path, warmup = make_model(shape, folder), 1
-    steps = 3 if args.quick else (5 if shape != "tiny-1m" and ranks.device.type == "cpu" else 20)
     rows = make_rows(batch * steps, 20 if args.quick else 100, 60 if args.quick else 1000, config.vocab_size)
     setting = f"{shape}, {ranks.device.type}, {batch} rows a step of {sum(len(r['ids']) for r in rows) // len(rows)} tokens"
-    ours = max(sft_ours(path, ranks, rows, batch, size, warmup) for size in (args.micro_tokens or (1024, 2048, 4096)))
+    ours = max(sft_ours(path, ranks, rows, batch, size, warmup) for size in args.micro_tokens or ([2048] if slow else [1024, 4096]))
     timed = rows[batch * warmup:]
     share = useful_flops(config, timed) / sum(len(row["ids"]) for row in timed) * ours / matmul_peak(ranks.device)
     record("sft_peak", share, None, "share", setting)
@@ -191,73 +192,111 @@ def bench_sft(shape, ranks, folder, args):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GRPO
+# GRPO: episode i has turns[i] turns of `sampled` tokens, with `observed` tokens of tool text between two of them; no tool where all have one.
+# Random weights call no tool, so the tokens that open and close a call are dictated to both sides (see bench_sampler.py).
 
 
-def grpo_ours(path, ranks, prompts, samples, new_tokens, steps):
+class UnequalSampler(ScriptedSampler):
+    """Dictates a call in every turn but the episode's last, and there an answer."""
+
+    def decode(self, last, uniforms, live):
+        out = Sampler.decode(self, last, uniforms, live)
+        for i, lane in enumerate(self.lane_of[:live]):
+            run = self.running[lane]
+            out[0][i] = int(self.turns[-1 if run.turn == self.turns_of[run.index] else 0][self.pos[lane] - run.turn_start])
+        return out
+
+
+def grpo_ours(path, ranks, prompts, samples, turns, sampled, observed, steps):
     """Seconds of a step: rollout, advantages from random rewards, one update."""
-    args = rl.parse_arguments([])
+    args, tools = rl.parse_arguments([]), max(turns) > 1
     model, tokenizer = load_trainable(path, ranks), load_tokenizer(path)
     optimizer, copy = make_optimizer(model, 1e-6, 0.95, 0.0), rollout_copy(model, ranks)
-    longest = max(map(len, prompts)) + new_tokens
-    sampler = Sampler(copy, tokenizer, None, slots=len(prompts) * samples, max_len=longest)
+    options = dict(slots=len(turns), max_len=len(prompts[0]) + max(turns) * (sampled + observed) + 8)
+    sampler = UnequalSampler(copy, tokenizer, Tools(tokenizer, observed), **options) if tools else Sampler(copy, tokenizer, **options)
+    sampler.eos, sampler.turns_of, limits = set(), turns, Limits(turns=max(turns), new_tokens=sampled)
+    if tools:
+        sampler.script(sampled, 2)
     rng, seconds = torch.Generator().manual_seed(0), []
     for step in range(steps + 1):
+        synchronize()
         began = time.perf_counter()
         refresh(copy, model)
-        episodes = sampler.generate([ids for ids in prompts for _ in range(samples)], new_tokens, temperature=1.0, step=step)
-        rewards = torch.rand(len(episodes), generator=rng).tolist()
-        values = rl.advantages(rewards, [i // samples for i in range(len(episodes))]).tolist()
-        batch = [rl.training_row({"ids": torch.tensor(e.ids), "loss_mask": torch.tensor(e.source) == rl.SAMPLED,
+        if tools:
+            requests = [Request(ids, "mhqa", str(i), j, limits) for i, ids in enumerate(prompts) for j in range(samples)]
+            episodes = sampler.rollout(requests, step=step, training=True)
+        else:
+            episodes = sampler.generate([ids for ids in prompts for _ in range(samples)], sampled, temperature=1.0, step=step)
+        values = rl.advantages(torch.rand(len(episodes), generator=rng), [i // samples for i in range(len(episodes))]).tolist()
+        batch = [rl.training_row({"ids": torch.tensor(e.ids, dtype=torch.int32), "loss_mask": torch.tensor(e.source) == rl.SAMPLED,
                                   "sampler_logprobs": torch.tensor(e.logprobs)}, value) for e, value in zip(episodes, values)]
         rl.update(model, None, optimizer, [batch], ranks, args)
         synchronize()
         seconds.append(time.perf_counter() - began)
-        tokens = sum(sum(episode.source) for episode in episodes)
-    return min(seconds[1:]), tokens
+    assert [e.source.count(rl.SAMPLED) for e in episodes] == [n * sampled for n in turns], "an episode ended early"
+    return min(seconds[1:])
 
 
-def grpo_peer(path, prompts, samples, new_tokens, steps, folder):
+def grpo_peer(path, prompts, samples, turns, sampled, observed, steps, folder):
+    """The same of TRL's GRPOTrainer with transformers' generate and its own tool loop."""
+    import trl.trainer.grpo_trainer as module
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    tokenizer, gpu = load_tokenizer(path), torch.cuda.is_available()
-    tokenizer.padding_side = "left"
-    model, rng = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.Generator().manual_seed(0)
-    marks, lengths = [], []
+    tokenizer, gpu, longest = load_tokenizer(path), torch.cuda.is_available(), max(turns)
+    tokenizer.chat_template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+                               "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
+    tokenizer.response_schema, tokenizer.padding_side = {}, "left"
+    marks, lengths, calling, rng = [], [], [], torch.Generator().manual_seed(0)
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_, **__):
             synchronize()
             marks.append(time.perf_counter())
+            calling[:] = [turn < count for turn in range(1, longest + 1) for count in turns if turn <= count]  # in the order of parsing
 
         on_train_end = on_step_begin
 
     def reward(completions, completion_ids, **_):
-        lengths.append(sum(map(len, completion_ids)))
+        lengths.extend(map(len, completion_ids))
         return torch.rand(len(completions), generator=rng).tolist()
 
-    rows = len(prompts) * samples
-    config = GRPOConfig(output_dir=str(folder), max_steps=steps + 1, per_device_train_batch_size=rows, num_generations=samples, beta=0.0,
-                        max_completion_length=new_tokens, learning_rate=1e-6, report_to=[], save_strategy="no", logging_strategy="no",
-                        bf16=gpu, use_cpu=not gpu, gradient_checkpointing=False, disable_tqdm=True, temperature=1.0, top_k=0)
-    data = Dataset.from_list([{"prompt": tokenizer.decode(ids)} for ids in prompts] * (steps + 2))
-    GRPOTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[Clock()]).train()
-    return min(b - a for a, b in zip(marks[1:], marks[2:])), lengths[-1]
+    def look_up() -> str:
+        """Look something up."""
+        return "x"
+
+    def parse_response(*_, **__):                                                          # every turn but an episode's last holds a call
+        calls = [{"type": "function", "function": {"name": "look_up", "arguments": {}}}] if calling.pop(0) else None
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    config = GRPOConfig(output_dir=str(folder), max_steps=steps + 1, per_device_train_batch_size=len(turns), num_generations=samples, beta=0.0,
+                        max_completion_length=longest * (sampled + observed), generation_kwargs={"max_new_tokens": sampled, "min_new_tokens": sampled},
+                        learning_rate=1e-6, report_to=[], save_strategy="no", logging_strategy="no", bf16=gpu, use_cpu=not gpu,
+                        gradient_checkpointing=False, disable_tqdm=True, temperature=1.0, top_k=0)
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": str(i)}]} for i in range(len(prompts))] * (steps + 2))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    trainer = GRPOTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[Clock()], tools=[look_up] if longest > 1 else None)
+    trainer._tokenize_prompts = lambda messages: ([list(prompts[int(m[0]["content"])]) for m in messages], None, {})
+    trainer._get_tool_suffix_ids = lambda messages: [1] * observed
+    original, module.parse_response = module.parse_response, parse_response
+    trainer.train()
+    module.parse_response = original
+    wanted = [count * sampled + (count - 1) * observed for count in turns]
+    assert sorted(lengths[-len(turns):]) == sorted(wanted), (sorted(lengths[-len(turns):]), sorted(wanted))
+    return min(b - a for a, b in zip(marks[1:], marks[2:]))
 
 
 def bench_grpo(shape, ranks, folder, args):
-    path = make_model(shape, folder)
-    prompts, samples, new = (4, 4, 12) if args.quick else (8, 8, 128) if shape == "tiny-1m" or ranks.device.type == "cuda" else (2, 4, 64)
-    rng = torch.Generator().manual_seed(1)
-    texts = [torch.randint(33, 120, (60,), generator=rng).tolist() for _ in range(prompts)]
-    ours, tokens = grpo_ours(path, ranks, texts, samples, new, 1 if args.quick else 3)
-    setting = f"{shape}, {ranks.device.type}, no tools, {prompts} x {samples} episodes, {tokens} sampled tokens"
-    if absent("accelerate", "datasets", "trl"):
-        record("grpo_step", ours, None, "s", setting)
-        return
-    peer, peer_tokens = grpo_peer(path, texts, samples, new, 1 if args.quick else 3, folder)
-    record("grpo_step", ours / tokens * 1e3, peer / peer_tokens * 1e3, "s/1k", setting + f" (peer {peer_tokens})")
+    path, steps, rng = make_model(shape, folder), 1 if args.quick else 2, torch.Generator().manual_seed(1)
+    # prompts, samples, prompt length, least and most turns, sampled and observed tokens of a turn: a long search, the built-in demo, plain text
+    settings = [(8, 8, 60, 2, 6, 40, 60), (2, 8, 1000, 5, 15, 30, 200), (8, 8, 60, 1, 1, 160, 0)]
+    for prompts, samples, length, least, most, sampled, observed in [(2, 4, 20, 1, 3, 8, 10), (2, 4, 20, 1, 1, 12, 0)] if args.quick else settings:
+        texts = [torch.randint(33, 120, (length,), generator=rng).tolist() for _ in range(prompts)]
+        turns = torch.randint(least, most + 1, (prompts * samples,), generator=rng).tolist()
+        ours = grpo_ours(path, ranks, texts, samples, turns, sampled, observed, steps)
+        kind = f"{least} to {most} turns of {sampled} + {observed} tokens, dictated calls of an instant tool" if most > 1 else f"no tools, {sampled} tokens each"
+        peer = None if absent("accelerate", "datasets", "trl") else grpo_peer(path, texts, samples, turns, sampled, observed, steps, folder)
+        record("grpo_step", ours, peer, "s", f"{shape}, {ranks.device.type}, {prompts} x {samples} episodes, prompt {length}, {kind}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

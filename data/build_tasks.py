@@ -7,7 +7,7 @@
 The facts are read back out of the sentences of encyclopedia.jsonl, nothing else is needed. Pages are grouped in families (a country with its cities
 and currency, a state with its cities and counties, a discoverer with his elements) and every family belongs to one split: a task is
 kept only if each page title that occurs anywhere in it (question, answer, solution) is of its own split's families. Word problems share templates, but
-no names, things or numbers. Of seven phrasings a template, two are never used outside the test file.
+no names, things or numbers. Of seven phrasings a template, two are shown by SFT tasks, five by RL and dev tasks, and two by the test alone.
 
 Every search argument of a solution is tried on the live tools: it has to bring the paragraph that holds the fact. Where the natural
 first query (the entity and the question's own word, "Nepal phone prefix") does not bring it, the step says so in `failing_first`.
@@ -32,10 +32,8 @@ from templates import BY, CHAINS, COMPARE, KEYED, LOOKED_UP, NAMES, ODD_CHAINS, 
 
 SIZES = {"sft": 1200, "rl": 2800, "dev": 500, "test": 900}                       # a third for each suite
 SHARES = [("test", 0.28), ("rl", 0.42), ("sft", 0.20), ("dev", 0.10)]            # of the families
-TOP_K = {"wiki_search": 2, "web_search": 2}          # a right query finds its fact among so many passages or results
-FAILING_TOP_K = {"wiki_search": 2, "web_search": 3}                              # a failing one does not among so many (the tools' defaults)
-TRAINED, HELD_OUT = 5, 2                                                         # phrasings of a template
-
+TOP_K = {"wiki_search": 2, "web_search": 2}          # the tools' defaults: a right query finds its fact among so many, a failing one does not
+SHOWN, TRAINED, HELD_OUT = 2, 5, 2                   # phrasings of a template: in SFT tasks, in all training, in the test alone
 
 
 # ---------------------------------------------------------------- facts, families, splits
@@ -130,13 +128,11 @@ class Live:
         self.pages = {page["title"]: page for page in map(json.loads, corpus.read_text("utf8").splitlines())}
         self.store, self.kept = tools.Store(corpus), {}
 
-    def __call__(self, tool: str, argument: str, topk: int | None = None) -> str:
-        topk = topk or TOP_K[tool]
-        key = tool, argument, topk
-        if key not in self.kept:
-            made = tools.WikiSearch(self.store, topk) if tool == "wiki_search" else tools.WebSearch(self.store, topk)
-            self.kept[key] = made.run(argument, tools.Context())
-        return self.kept[key]
+    def __call__(self, tool: str, argument: str) -> str:
+        if (tool, argument) not in self.kept:
+            made = tools.WikiSearch(self.store, TOP_K[tool]) if tool == "wiki_search" else tools.WebSearch(self.store, TOP_K[tool])
+            self.kept[tool, argument] = made.run(argument, tools.Context())
+        return self.kept[tool, argument]
 
 
 class Unfit(Exception):
@@ -159,7 +155,7 @@ def search(live, facts, tool, about, relation, word, page, finds=None, own_word=
     natural = natural or f"{about} {word}".strip()
     tries = list(dict.fromkeys([natural, f"{about} {word}".strip(), f"{about} {own_word}".strip(), about]))
     right = next((query for query in tries if needed in live(tool, query) and says(live(tool, query), value)), None)
-    if right is None or right != natural and says(live(tool, natural, FAILING_TOP_K[tool]), value):
+    if right is None or right != natural and says(live(tool, natural), value):
         raise Unfit(f"no query finds {relation} of {about}, or the failing one finds it by chance")
     step = {"tool": tool, "about": about, "wants": relation, "argument": right, "page": page, "finds": value, "fact": f"The {relation} of {about} is {value}."}
     if right != natural:
@@ -199,9 +195,11 @@ def code_step(wants: str, source: str) -> dict:
     return {"tool": "code", "about": "", "wants": wants, "argument": f"print({source})", "page": None, "finds": value, "fact": f"The {wants} is {value}."}
 
 
-def graph(template, phrasing, held_out, plan, steps, derive=None) -> dict:
+def graph(template, phrasings, plan, steps, derive=None) -> dict:
+    """The `solution` of a task. `wording` says who shows its phrasings first: the SFT tasks, the RL tasks, or the test alone."""
+    wording = "sft" if max(phrasings) < SHOWN else "rl" if max(phrasings) < TRAINED else "test"
     entities = list(dict.fromkeys(step["page"] for step in steps if step["page"]))
-    solution = {"template": template, "phrasing": phrasing, "phrasing_held_out": held_out, "plan": plan, "entities": entities, "steps": steps}
+    solution = {"template": template, "phrasing": phrasings, "wording": wording, "plan": plan, "entities": entities, "steps": steps}
     return solution | ({"answer_step": None, "derive": derive} if derive else {"answer_step": len(steps) - 1})
 
 
@@ -229,7 +227,7 @@ class Writer:
         self.things = things[round(low * len(things)):round((low + share[split]) * len(things))]
 
     def phrasing(self, held_out):
-        return self.rng.randrange(TRAINED, TRAINED + HELD_OUT) if held_out else self.rng.randrange(TRAINED)
+        return self.rng.randrange(TRAINED, TRAINED + HELD_OUT) if held_out else self.rng.randrange(SHOWN if self.split == "sft" else TRAINED)
 
     def word(self, relation, odd):
         return self.rng.choice(RELATIONS[relation][2][1:] or RELATIONS[relation][2]) if odd else RELATIONS[relation][2][0]
@@ -251,11 +249,12 @@ class Writer:
         start, name = self.start(kind)
         words = [RELATIONS[r][2][0] for r in relations[:-1]] + [self.word(relations[-1], odd)]
         steps = chain(self.live, self.facts, start, relations, words, "wiki_search" if suite == "mhqa" else "web_search")
-        frame = number = self.phrasing(held_out)
+        frame = self.phrasing(held_out)
+        numbers = [frame]
         subject, inner = name, relations[:-1]
         if inner or isinstance(start, tuple):
-            by = self.phrasing(held_out)
-            subject, number = BY["county" if kind == "us city" else kind][by].format(x=name), 10 * frame + by
+            numbers.append(self.phrasing(held_out))
+            subject = BY["county" if kind == "us city" else kind][numbers[1]].format(x=name)
             inner = inner if isinstance(start, tuple) else inner[1:]
         for relation in inner:
             subject = f"the {RELATIONS[relation][2][0]} of {subject}"
@@ -266,7 +265,7 @@ class Writer:
         hops = len(relations) + isinstance(start, tuple)
         template = f"{suite}: {kind} > {' > '.join(relations)}"
         return {"question": question, "answer": answers(steps[-1]["finds"]), "data_source": suite, "agent": suite, "hops": hops,
-                "solution": graph(template, number, held_out, plan, steps)}
+                "solution": graph(template, numbers, plan, steps)}
 
     def compare(self, relation, op, held_out):
         """Which of two pages has the larger (or smaller) number?"""
@@ -282,7 +281,7 @@ class Writer:
         best = numbers.index(max(numbers) if op == "max" else min(numbers))
         plan = [f"find the {relation} of {page}" for page in pages] + ["compare"]
         return {"question": COMPARE[relation, op][number].format(x=pages[0], y=pages[1]), "answer": answers(pages[best]), "data_source": "mhqa",
-                "agent": "mhqa", "hops": 2, "solution": graph(f"mhqa: compare {relation}", number, held_out, plan, steps, derive={"op": op, "of": [0, 1]})}
+                "agent": "mhqa", "hops": 2, "solution": graph(f"mhqa: compare {relation}", [number], plan, steps, derive={"op": op, "of": [0, 1]})}
 
     def compute(self, name, held_out):
         """Look numbers up, then compute with them."""
@@ -305,7 +304,7 @@ class Writer:
         plan = [f"find the {relation if name != 'density' else 'population and area'} of {page}" for page in pages] + [f"compute the {result}"]
         question = phrasings[number].format(x=pages[0], y=pages[-1], k=k)
         return {"question": question, "answer": steps[-1]["finds"], "data_source": "math", "agent": "all", "hops": len(steps),
-                "solution": graph(f"math: {name}", number, held_out, plan, steps)}
+                "solution": graph(f"math: {name}", [number], plan, steps)}
 
     def story(self, name, held_out):
         """A word problem, solved in one expression or in two steps."""
@@ -322,7 +321,7 @@ class Writer:
             steps = [code_step(second, two.replace("{r}", inner).format(**numbers))]
         plan = [f"compute the {step['wants']}" for step in steps]
         return {"question": question, "answer": steps[-1]["finds"], "data_source": "math", "agent": "math", "hops": len(steps),
-                "solution": graph(f"math: {name}", number, held_out, plan, steps)}
+                "solution": graph(f"math: {name}", [number], plan, steps)}
 
 
 def draw(name: str, rng: random.Random) -> dict:

@@ -330,7 +330,7 @@ def write_frame(path: Path, chains: Path):
     """The lines of pages, questions and chains without their names: what the tokenizer should have short codes for."""
     pages = [json.loads(line) for line in open(HERE / "encyclopedia.jsonl", encoding="utf-8")]
     titles = {w for p in pages for w in re.findall(r"[^\W\d_]{2,}", p["title"])} - COMMON
-    texts = [p["text"] for p in pages] + [json.loads(line)["question"] for line in open(HERE / "tasks" / "sft.jsonl", encoding="utf-8")]
+    texts = [p["text"] for p in pages] + [json.loads(line)["question"] for split in ("sft", "rl") for line in open(HERE / "tasks" / f"{split}.jsonl", encoding="utf-8")]
     texts += [json.loads(line)["output"] for line in open(chains, encoding="utf-8")]
     count = Counter(line for text in texts for line in mask_names(text, titles).split("\n") if line)
     path.write_text("".join(line + "\n" for line, n in sorted(count.items()) if n > 1), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The tables of data/build_tasks.py: how facts are read, asked for and computed with. A table is data: no code here.
 
-Of the seven phrasings in each list the first five are trained, the last two occur in the test alone."""
+Of the seven phrasings in each list SFT tasks show the first two, RL and dev tasks the first five; the last two, made of the same words, occur in the test alone."""
 
 # relation -> (pattern of the sentence that holds it, subject first; word that finds it; words that a question may use, the first being the encyclopedia's own)
 RELATIONS = {
@@ -63,100 +63,100 @@ CHAINS = {
 # Chains whose first query fails in the question's own words.
 ODD_CHAINS = [(4, "protons", [], ELEMENT + ["symbol"]), (3, "phone prefix", [], ABROAD + ["area", "population"]), (2, "federal number", [], ["largest city", "counties"])]
 
-# Question frames. {n}: the relation's word, {x}: an entity or its description. Five are trained, the last two are for the test alone.
+# Question frames. {n}: the relation's word, {x}: an entity or its description. Two are for all, three for RL and later, the last two for the test alone.
 ONE = ["What is the {n} of {x}?", "Which {n} does {x} have?", "Find the {n} of {x}.", "Tell me the {n} of {x}.", "For {x}, what is the {n}?",
-       "I am looking for the {n} of {x}. What is it?", "Can you say which {n} belongs to {x}?"]
+       "Tell me which {n} {x} has.", "Of {x}, find the {n}."]
 # Descriptions of an entity by another one, same order.
 BY = {
     "city": ["the country where {x} lies", "the country of {x}", "the country to which {x} belongs", "the country with the city {x}", "the country that {x} is in",
-             "the nation around {x}", "the land in which one finds {x}"],
+             "the country in which {x} lies", "the country that has the city {x}"],
     "currency": ["the country that uses the {x}", "the country of the {x}", "the country with the currency {x}", "the country that pays in {x}",
-                 "the country whose currency is the {x}", "the nation with the {x} in its wallets", "the land where prices are in {x}"],
+                 "the country whose currency is the {x}", "the country that has the currency {x}", "the country which pays with the {x}"],
     "county": ["the state where {x} lies", "the state of {x}", "the state to which {x} belongs", "the US state with {x}", "the state that {x} is in",
-               "the American state around {x}", "the part of the USA that holds {x}"],
+               "the state in which {x} lies", "the US state that has {x}"],
     "atomic number": ["the element with atomic number {x}", "the element of atomic number {x}", "element number {x}",
                       "the element whose atomic number is {x}", "the substance with atomic number {x}",
-                      "the element that has {x} as its atomic number", "the one element of the table at atomic number {x}"],
+                      "the element that has atomic number {x}", "the element which has {x} as its atomic number"],
     "symbol": ["the element with symbol {x}", "the element of symbol {x}", "the chemical element {x}", "the element whose symbol is {x}", "the element written {x}",
-               "the element that chemists write as {x}", "the one element of the table marked {x}"],
+               "the element that has the symbol {x}", "the chemical element written {x}"],
 }
 BY |= {
     "calling code": ["the country with calling code {x}", "the country of calling code {x}", "the country whose calling code is {x}", "the country that has calling code {x}",
-                     "the country that uses calling code {x}", "the nation one rings with calling code {x}", "the land behind calling code {x}"],
+                     "the country that uses calling code {x}", "the country which has {x} as its calling code", "the country where the calling code is {x}"],
     "FIPS code": ["the state with FIPS code {x}", "the state of FIPS code {x}", "the state whose FIPS code is {x}", "the state that has FIPS code {x}", "the US state of FIPS code {x}",
-                  "the part of the USA listed under FIPS code {x}", "the American state filed as FIPS code {x}"],
+                  "the US state with FIPS code {x}", "the state where the FIPS code is {x}"],
     "protons": ["the element with {x} protons", "the element whose atoms have {x} protons", "the element of {x} protons", "the chemical element with {x} protons",
-                "the element that has {x} protons", "the substance with {x} protons in its core", "the one element of the table that counts {x} protons"],
+                "the element that has {x} protons", "the chemical element that has {x} protons", "the element with atoms of {x} protons"],
     "phone prefix": ["the country with phone prefix {x}", "the country of phone prefix {x}", "the country whose phone prefix is {x}", "the country that has phone prefix {x}",
-                     "the country that uses phone prefix {x}", "the nation one rings with phone prefix {x}", "the land behind phone prefix {x}"],
+                     "the country that uses phone prefix {x}", "the country which has {x} as its phone prefix", "the country where the phone prefix is {x}"],
     "federal number": ["the state with federal number {x}", "the state of federal number {x}", "the state whose federal number is {x}", "the state that has federal number {x}",
-                       "the US state of federal number {x}", "the part of the USA listed under federal number {x}", "the American state filed as federal number {x}"],
+                       "the US state of federal number {x}", "the state which has {x} as its federal number", "the state where the federal number is {x}"],
 }
 COMPARE = {
     ("population", "max"): ["Which has more people, {x} or {y}?", "Which country has the larger population, {x} or {y}?", "Is the population of {x} or of {y} larger?",
                             "{x} or {y}: which has the larger population?", "Which of {x} and {y} has more people?",
-                            "Of the countries {x} and {y}, which one is home to more people?", "Do more people live in {x} or in {y}?"],
+                            "Find which has the larger population, {x} or {y}.", "Of {x} and {y}, which country has more people?"],
     ("area", "max"): ["Which is larger in area, {x} or {y}?", "Which country has the larger area, {x} or {y}?", "Is the area of {x} or of {y} larger?",
                       "{x} or {y}: which covers the larger area?", "Which of {x} and {y} has the larger area?",
-                      "Of the countries {x} and {y}, which one covers more land?", "Does {x} or {y} take up more room on the map?"],
+                      "Find which has the larger area, {x} or {y}.", "Of {x} and {y}, which country is larger in area?"],
     ("inhabitants", "max"): ["Which has more inhabitants, {x} or {y}?", "Which place is larger by inhabitants, {x} or {y}?", "Are there more inhabitants in {x} or in {y}?",
                              "{x} or {y}: which has more inhabitants?", "Which of {x} and {y} has more inhabitants?",
-                             "Of the places {x} and {y}, which one is home to more people?", "Do more people live in {x} or in {y}, the two places?"],
+                             "Find which has more inhabitants, {x} or {y}.", "Of {x} and {y}, which place has more inhabitants?"],
     ("discovery year", "min"): ["Which was discovered earlier, {x} or {y}?", "Which element was found first, {x} or {y}?", "Was {x} or {y} discovered first?",
                                 "{x} or {y}: which was discovered earlier?", "Which of {x} and {y} was discovered first?",
-                                "Of the elements {x} and {y}, which one has been known for longer?", "Did chemists know {x} or {y} first?"],
+                                "Find which was discovered earlier, {x} or {y}.", "Of {x} and {y}, which element was discovered first?"],
 }
 # Computing with looked-up numbers: (relation, expression of the numbers a and b, word for the result, phrasings)
 LOOKED_UP = {
     "people_difference": ("inhabitants", "{a}-{b}", "difference", [
         "How many more inhabitants does {x} have than {y}?", "By how many inhabitants is {x} larger than {y}?", "What is the difference in inhabitants between {x} and {y}?",
         "{x} has how many inhabitants more than {y}?", "Take the inhabitants of {y} from those of {x}. What is left?",
-        "How far is {x} ahead of {y} in inhabitants?", "If {y} had to catch up with {x}, how many inhabitants would it need?"]),
+        "Find how many inhabitants more {x} has than {y}.", "From the inhabitants of {x} take those of {y}. How many are left?"]),
     "people_sum": ("inhabitants", "{a}+{b}", "sum", [
         "How many inhabitants do {x} and {y} have together?", "What is the sum of the inhabitants of {x} and {y}?", "Add the inhabitants of {x} and {y}.",
         "{x} and {y}: how many inhabitants in all?", "What is the total of inhabitants in {x} and {y}?",
-        "If {x} and {y} merged, how many inhabitants would they have?", "Count everyone in {x} and in {y}. How many is that?"]),
+        "Find the sum of the inhabitants that {x} and {y} have.", "{x} and {y} together have how many inhabitants?"]),
     "area_difference": ("area", "{a}-{b}", "difference", [
         "How many square km larger is {x} than {y}?", "By how many square km does the area of {x} exceed that of {y}?",
         "What is the difference in area between {x} and {y}?", "{x} has how many square km more than {y}?", "Take the area of {y} from that of {x}. What is left?",
-        "How much more land does {x} cover than {y}, in square km?", "If {y} lay inside {x}, how many square km would be left over?"]),
+        "Find by how many square km {x} is larger than {y}.", "From the area of {x} take that of {y}. How many square km are left?"]),
     "area_sum": ("area", "{a}+{b}", "sum", [
         "What is the area of {x} and {y} together?", "What is the sum of the areas of {x} and {y}?", "Add the areas of {x} and {y}.",
         "{x} and {y}: how many square km in all?", "What is the total area of {x} and {y}?",
-        "If {x} and {y} merged, how many square km would they cover?", "Put {x} and {y} side by side: how many square km is that?"]),
+        "Find the sum of the areas that {x} and {y} have.", "{x} and {y} together have how many square km?"]),
     "density": ("population area", "round({a}/{b})", "density", [
         "How many people per square km does {x} have, rounded?", "What is the population of {x} divided by its area, rounded?",
         "Divide the population of {x} by its area and round.", "What is the rounded population density of {x}?", "{x}: how many people live on a square km, rounded?",
-        "On one square km of {x}, how many people live on average, rounded?", "How crowded is {x}, in people per square km, rounded?"]),
+        "Find the population density of {x}, rounded.", "Of {x}, what is the population divided by the area, rounded?"]),
     "year_difference": ("discovery year", "{a}-{b}", "difference", [
         "How many years after {y} was {x} discovered?", "How many years lie between the discoveries of {y} and {x}?", "{x} was discovered how many years after {y}?",
         "By how many years did the discovery of {y} precede that of {x}?", "What is the difference between the discovery years of {x} and {y}?",
-        "After {y} was found, how many years did it take until {x} was?", "How long did chemists know {y} but not {x}, in years?"]),
+        "Find how many years after {y} the discovery of {x} was.", "Between the discoveries of {y} and {x}, how many years are there?"]),
     "number_sum": ("atomic number", "{a}+{b}", "sum", [
         "What is the sum of the atomic numbers of {x} and {y}?", "Add the atomic numbers of {x} and {y}.", "What do the atomic numbers of {x} and {y} add up to?",
         "{x} and {y}: what is the total of their atomic numbers?", "What is the atomic number of {x} plus that of {y}?",
-        "How many protons do one atom of {x} and one of {y} have together?", "Which number results if the atomic numbers of {x} and {y} are put together?"]),
+        "Find the sum of the atomic numbers that {x} and {y} have.", "{x} and {y} together have atomic numbers of what total?"]),
     "number_product": ("atomic number", "{a}*{b}", "product", [
         "What is the product of the atomic numbers of {x} and {y}?", "Multiply the atomic numbers of {x} and {y}.", "What is the atomic number of {x} times that of {y}?",
         "{x} and {y}: what is the product of their atomic numbers?", "What do you get when you multiply the atomic numbers of {x} and {y}?",
-        "Times one another, what do the atomic numbers of {x} and {y} give?", "Which number is the atomic number of {x} taken as often as that of {y} says?"]),
+        "Find the product of the atomic numbers that {x} and {y} have.", "What is the product if you multiply the atomic numbers of {x} and {y}?"]),
     "melting_difference": ("melting point", "round({a}-{b},1)", "difference", [
         "How many kelvin higher does {x} melt than {y}?", "What is the difference between the melting points of {x} and {y}?",
         "By how many kelvin is the melting point of {x} above that of {y}?", "{x} melts how many kelvin above {y}?", "Take the melting point of {y} from that of {x}.",
-        "After {y} has melted, how many kelvin are missing until {x} does?", "How far apart, in kelvin, do {x} and {y} turn liquid?"]),
+        "Find how many kelvin the melting point of {x} is above that of {y}.", "From the melting point of {x} take that of {y}. How many kelvin are left?"]),
     "county_sum": ("counties", "{a}+{b}", "sum", [
         "How many counties do {x} and {y} have together?", "What is the sum of the counties of {x} and {y}?", "Add the numbers of counties of {x} and {y}.",
         "{x} and {y}: how many counties in all?", "What is the total of counties in {x} and {y}?",
-        "If {x} and {y} merged, how many counties would the new state have?", "Count every county of {x} and of {y}. How many is that?"]),
+        "Find the sum of the counties that {x} and {y} have.", "{x} and {y} together have how many counties?"]),
     "weight_multiple": ("atomic weight", "round({a}*{k},2)", "product", [
         "What is {k} times the atomic weight of {x}, to 2 decimals?", "Multiply the atomic weight of {x} by {k}, to 2 decimals.",
         "How heavy are {k} atoms of {x}, in atomic weights, to 2 decimals?", "{k} times the atomic weight of {x}, rounded to 2 decimals, is what?",
         "What do {k} atoms of {x} weigh in atomic weights, to 2 decimals?",
-        "Take the atomic weight of {x} and make it {k}-fold. To 2 decimals?", "A molecule holds {k} atoms of {x}. Their weight, to 2 decimals?"]),
+        "Find {k} times the atomic weight of {x}, to 2 decimals.", "To 2 decimals, what is the atomic weight of {x} times {k}?"]),
     "people_multiple": ("inhabitants", "{a}*{k}", "product", [
         "Each inhabitant of {x} pays {k} coins. How many coins is that?", "What is {k} times the number of inhabitants of {x}?",
         "Multiply the inhabitants of {x} by {k}.", "Everyone in {x} gets {k} apples. How many apples are needed?", "{k} times the inhabitants of {x} is how many?",
-        "If {x} had {k} times its inhabitants, how many would live there?", "All inhabitants of {x} plant {k} trees each. How many trees grow?"]),
+        "Find {k} times the number of inhabitants of {x}.", "Each inhabitant of {x} gets {k} coins. How many coins are needed?"]),
 }
 
 # Word problems: name -> (work steps as (word for the result, expression; {r} is the previous result), phrasings).
@@ -166,82 +166,82 @@ STORIES = {
         "{n} buys {a} {t} at {b} coins each and pays with {c} coins. How much change is due?", "{a} {t} cost {b} coins each. {n} had {c} coins and buys them all. What is left?",
         "With {c} coins {n} buys {a} {t} for {b} coins apiece. How many coins remain?", "One of the {t} costs {b} coins. {n} takes {a} and pays {c} coins. What is the change?",
         "{n} owns {c} coins and spends {b} coins on each of {a} {t}. How many coins are left?",
-        "A shop hands {n} {a} {t} priced {b} coins per piece. {c} coins go over the counter. What comes back?", "Out of a purse of {c} coins, {n} pays for {a} {t} at {b} coins. What stays in it?"]),
+        "{n} takes {a} {t} for {b} coins each and pays {c} coins. How many coins are left?", "Each of the {t} costs {b} coins. {n} buys {a} with {c} coins. How much change is that?"]),
     "boxes": ([("packed", "{a}*{b}"), ("rest", "{r}-{c}")], [
         "{n} has {a} boxes with {b} {t} each and sells {c} of them. How many {t} are left?", "There are {a} boxes of {b} {t}. {n} gives away {c}. How many {t} remain?",
         "{a} boxes hold {b} {t} each. {c} {t} break. How many are whole?", "{n} packs {b} {t} into each of {a} boxes, then takes out {c}. How many stay packed?",
         "A store gets {a} boxes of {b} {t} and sells {c} {t}. How many does it still have?",
-        "Of {a} full boxes, {b} {t} in every one, {n} loses {c} {t}. What is the stock now?", "{c} {t} go missing from {a} boxes that held {b} each. How many are there still?"]),
+        "{n} packs {a} boxes with {b} {t} each. {c} {t} break. How many {t} does {n} still have?", "A store has {a} boxes of {b} {t} and gives away {c} {t}. How many remain?"]),
     "share": ([("all", "{a}+{b}"), ("share", "{r}//{c}")], [
         "{n} puts {a} and {b} {t} together and shares them among {c} children. How many does each get?", "{a} {t} and {b} more are shared equally by {c} people. How many each?",
         "{c} friends share {a} {t} and another {b} equally. How many {t} does one get?", "{n} has {a} {t}, finds {b} and deals all out to {c} people. How many for each?",
         "Two piles of {a} and {b} {t} are split evenly over {c} bags. How many go in a bag?",
-        "{n} merges {a} with {b} {t}; {c} neighbours each take the same part. How large is one part?", "From {a} plus {b} {t}, {c} equal heaps are made. What does a heap hold?"]),
+        "{n} shares {a} {t} and {b} more among {c} friends. How many {t} does each get?", "{a} and {b} {t} are put together and split by {c} children. How many for each?"]),
     "trip": ([("way out", "{a}*{b}"), ("whole way", "{r}+{c}")], [
         "{n} drives {a} km a day for {b} days and then {c} km more. How many km is that?", "On each of {b} days {n} rides {a} km, and {c} km on the last. How far in all?",
         "{n} walks {a} km daily for {b} days, then another {c} km. What is the total in km?", "A trip has {b} days of {a} km and one of {c} km. How long is it in km?",
         "For {b} days {n} sails {a} km a day; then {c} km are left. How long is the route in km?",
-        "{n} covers {a} km between dawn and dusk, {b} times, and adds {c} km. Which distance is that?", "{b} stages of {a} km, a final one of {c} km: how many km does {n} travel?"]),
+        "{n} rides {a} km a day. After {b} days {c} km are left. How many km is the trip in all?", "A route has {b} days of {a} km and then {c} km more. What is the total in km?"]),
     "wages": ([("first pay", "{a}*{b}"), ("all pay", "{r}+{c}*{d}")], [
         "{n} works {a} hours at {b} coins and {c} hours at {d} coins. What is the pay?", "For {a} hours {n} earns {b} coins an hour, for {c} hours {d} coins. How much in all?",
         "{n} gets {b} coins an hour for {a} hours, then {d} coins for {c} hours. What is the sum?", "{a} hours at {b} coins and {c} hours at {d} coins: what does {n} earn?",
         "{n} is paid {b} coins for each of {a} hours and {d} for each of {c}. What is the total?",
-        "An hour brings {n} {b} coins on {a} occasions, {d} coins on {c} others. What comes together?", "{n} counts the wage: {a} hours of {b} coins each, {c} more of {d} coins. The result?"]),
+        "{n} earns {b} coins an hour for {a} hours and {d} coins for {c} hours. What is the total pay?", "What does {n} get for {a} hours at {b} coins an hour and {c} hours at {d} coins?"]),
     "fence": ([("length", "2*({a}+{b})"), ("price", "{r}*{c}")], [
         "A field is {a} m by {b} m. A metre of fence costs {c} coins. What does the fence around it cost?", "{n} fences a garden of {a} m by {b} m at {c} coins a metre. What is the price?",
         "What does a fence around {a} m by {b} m cost if a metre costs {c} coins?", "The sides of a yard are {a} m and {b} m. Its fence costs {c} coins a metre. What is due?",
         "{n} buys fence for a plot of {a} m by {b} m, {c} coins per metre. How many coins is that?",
-        "All around a meadow, {a} m long and {b} m wide, runs a fence of {c} coins a metre. Its price?", "{n} encloses {a} m times {b} m of land. Each metre takes {c} coins. What is the bill?"]),
+        "A garden of {a} m by {b} m gets a fence at {c} coins per metre. What does {n} pay?", "A metre of fence costs {c} coins. What is the price of the fence around a plot of {a} m by {b} m?"]),
     "discount": ([("discount", "{a}*{b}//100"), ("price", "{a}-{r}")], [
         "The price of {t} is {a} coins, less {b} percent. What is to be paid?", "{n} buys {t} for {a} coins with {b} percent off. What does {n} pay?",
         "{t} cost {a} coins. They get {b} percent cheaper. What is the new price?", "A bill of {a} coins for {t} is cut by {b} percent. How much is left to pay?",
         "With a discount of {b} percent, what do {t} for {a} coins cost?",
-        "{n} haggles {b} percent off {t} marked {a} coins. What changes hands?", "Marked at {a} coins, the {t} go for {b} percent under that. For how much?"]),
+        "{t} cost {a} coins, with {b} percent off. How much does {n} pay?", "A price of {a} coins for {t} gets {b} percent cheaper. What is to be paid?"]),
     "average": ([("sum", "{a}+{b}+{c}+{d}"), ("average", "{r}/4")], [
         "{n} counts {a}, {b}, {c} and {d} {t} on four days. What is the average?", "What is the average of {a}, {b}, {c} and {d} {t}?",
         "Four bags hold {a}, {b}, {c} and {d} {t}. How many is that on average?", "{n} sold {a}, {b}, {c} and {d} {t} in four weeks. What is the mean per week?",
         "On four days {n} picks {a}, {b}, {c} and {d} {t}. What is the daily average?",
-        "Evened out over four days, how many {t} are {a}, {b}, {c} and {d} per day?", "{n} levels four heaps of {a}, {b}, {c} and {d} {t}. How high is each then?"]),
+        "On four days {n} sold {a}, {b}, {c} and {d} {t}. What is the mean?", "What is the average if four bags hold {a}, {b}, {c} and {d} {t}?"]),
     "tank": ([("loss", "{b}*{c}"), ("rest", "{a}-{r}+{d}")], [
         "A tank holds {a} litres, loses {b} litres an hour for {c} hours and gets {d} back. How many litres now?", "From {a} litres, {b} leak each hour for {c} hours; {d} are added. What is left?",
         "{n} has {a} litres of water, uses {b} a day for {c} days and adds {d}. How many litres are there?", "{a} litres lose {b} litres {c} times and gain {d} once. What is the amount?",
         "A pool of {a} litres loses {b} litres a day. After {c} days {n} pours in {d}. How many litres?",
-        "Every hour {b} of {a} litres drain away. {c} hours on, {d} litres flow in. What is the level?", "{c} times {n} draws {b} litres from {a}, then tops up {d}. What does the barrel hold?"]),
+        "A pool holds {a} litres, loses {b} litres a day for {c} days and gets {d}. What is left?", "{n} has {a} litres, loses {b} each hour for {c} hours and adds {d}. How many litres are left?"]),
     "savings": ([("saved", "{b}*{c}"), ("left", "{a}+{r}-{d}")], [
         "{n} has {a} coins, saves {b} a week for {c} weeks and then spends {d}. How many coins are left?", "To {a} coins {n} adds {b} coins in each of {c} weeks, then pays {d}. What is left?",
         "{n} starts with {a} coins, earns {b} a week for {c} weeks and buys {t} for {d}. What remains?", "After saving {b} coins for {c} weeks on top of {a}, {n} spends {d}. What is left?",
         "{n} owns {a} coins, puts by {b} a week. After {c} weeks {t} cost {d} coins. What is left?",
-        "A jar of {a} coins grows by {b} on {c} Sundays; {n} takes out {d}. How full is it?", "{n}: {a} coins at first, {c} deposits of {b}, one withdrawal of {d}. The balance?"]),
+        "{n} has {a} coins and earns {b} a week. After {c} weeks {n} spends {d}. What remains?", "{n} starts with {a} coins, adds {b} coins a week for {c} weeks, then pays {d}. How many coins are left?"]),
     "seats": ([("seats", "{a}*{b}*{c}"), ("free seats", "{r}-{d}")], [
         "A hall has {a} blocks of {b} rows with {c} seats. {d} seats are taken. How many are free?", "{a} blocks, {b} rows in each, {c} seats in a row; {d} are sold. How many are left?",
         "In {a} blocks of {b} rows with {c} seats each, {d} seats are broken. How many are good?", "{n} counts {a} blocks of {b} rows of {c} seats, {d} of them full. How many are empty?",
         "How many seats are free in {a} blocks of {b} rows with {c} seats if {d} people sit?",
-        "{d} guests enter a stadium: {a} blocks, each {b} rows, each {c} seats. How many stay unused?", "{a} times {b} rows hold {c} seats apiece. {d} tickets are gone. What can still be sold?"]),
+        "Of {a} blocks of {b} rows with {c} seats, {d} seats are sold. How many seats are left?", "{n} has {a} blocks with {b} rows of {c} seats; {d} are taken. How many are free?"]),
     "minutes": ([("minutes", "{a}*60+{b}"), ("rest", "{r}-{c}")], [
         "A film lasts {a} hours and {b} minutes. {n} has seen {c} minutes. How many minutes are left?", "Of {a} hours and {b} minutes, {c} minutes are over. How many minutes remain?",
         "{n} must work {a} hours and {b} minutes and has done {c} minutes. How many are left?", "A trip takes {a} hours {b} minutes. After {c} minutes, how many minutes are left?",
         "{n} practises {a} hours and {b} minutes, but {c} minutes were breaks. How many minutes count?",
-        "After {c} minutes of {a} hours and {b} minutes {n} stops. How many minutes are unused?", "{a} hours plus {b} minutes are planned, {c} minutes gone. What is still ahead, in minutes?"]),
+        "{n} has {a} hours and {b} minutes. {c} minutes are over. How many minutes are left?", "A trip lasts {a} hours {b} minutes. {n} has done {c} minutes. How many minutes remain?"]),
     "recipe": ([("for one", "{b}//{a}"), ("needed", "{r}*{c}")], [
         "{a} cakes need {b} g of sugar. How many g do {c} cakes need?", "For {a} loaves {n} takes {b} g of flour. How many g are needed for {c}?",
         "{n} uses {b} g of butter for {a} pies. How many g go into {c} pies?", "{b} g of rice feed {a} people. How many g feed {c} people?",
         "If {a} pots take {b} g of soil, how many g do {c} pots take?",
-        "{n} mixes {b} g for {a} portions. {c} portions are ordered. How many g is that?", "A recipe says {b} g, enough for {a}. {c} will come. Which weight in g is right?"]),
+        "{n} takes {b} g of flour for {a} cakes. How many g do {c} cakes need?", "{a} pies need {b} g of butter. How many g are needed for {c} pies?"]),
     "two_shops": ([("first cost", "{a}*{b}"), ("difference", "{r}-{c}*{d}")], [
         "{n} buys {a} {t} at {b} coins; a friend buys {c} at {d} coins. How much more does {n} pay?", "{a} {t} at {b} coins or {c} at {d} coins: how many coins more is the first?",
         "One shop asks {b} coins for each of {a} {t}, another {d} for each of {c}. What is the difference?", "How much more are {a} {t} at {b} coins than {c} {t} at {d} coins?",
         "{n} sells {a} {t} for {b} coins each and had bought {c} for {d} each. What is the gain?",
-        "Set {a} {t} of {b} coins against {c} of {d} coins. By how much is the first dearer?", "{n} takes in {b} coins {a} times, pays out {d} coins {c} times. What stays?"]),
+        "{n} buys {a} {t} at {b} coins and sells {c} at {d} coins. What is the difference?", "How many coins more are {a} {t} for {b} coins each than {c} for {d} each?"]),
     "doubling": ([("grown", "{a}*2**{b}"), ("left", "{r}-{c}")], [
         "{a} {t} double every day for {b} days, then {c} are lost. How many are left?", "{n} has {a} {t}. They double {b} times, then {c} go. How many remain?",
         "A stock of {a} {t} doubles {b} times and {c} are sold. How many are left?", "{a} cells double each hour. After {b} hours {c} die. How many live?",
         "{n} doubles {a} coins {b} times and spends {c}. How many coins are left?",
-        "Twice as many each week: {a} {t} at first, {b} weeks, then minus {c}. How many?", "{b} doublings turn {a} {t} into a crowd, of which {c} leave. What stays?"]),
+        "{n} has {a} cells. They double {b} times and {c} die. How many are left?", "{a} {t} double {b} times, then {n} spends {c}. How many remain?"]),
     "speed": ([("all km", "{a}+{b}"), ("speed", "round({r}/{c},1)")], [
         "{n} rides {a} km and {b} km in {c} hours. What is the speed in km per hour, to 1 decimal?", "{a} km and then {b} km take {c} hours. How many km per hour is that, to 1 decimal?",
         "In {c} hours {n} drives {a} km and {b} km. What is the mean speed, to 1 decimal?", "A train makes {a} and {b} km in {c} hours. What is its speed, to 1 decimal?",
         "{n} needs {c} hours for {a} km and {b} km. How fast is that in km an hour, to 1 decimal?",
-        "{c} hours see {n} travel {a} km, then {b}. Per hour, how many km, to 1 decimal?", "How many km go into one hour, to 1 decimal, if {a} and {b} km fill {c} hours?"]),
+        "{n} makes {a} km and {b} km in {c} hours. How many km per hour is that, to 1 decimal?", "A train needs {c} hours for {a} km and then {b} km. What is the speed, to 1 decimal?"]),
 }
 NAMES = "Mia Ben Lea Tom Eva Max Ida Leo Ana Jan Ivy Sam Zoe Kai Amy Rob Uma Ned Joy Pat Liv Gus Fay Hal Kim Ron Peg Abe Dot Vic Nan Lou Bea Roy Sue Ted Ada Jim May Lee".split()
 THINGS = """apples pens books cups plates stamps shells nuts beads cards pears eggs lamps keys hats bricks ropes coats masks dolls drums flags kites locks maps

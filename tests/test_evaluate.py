@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def row(i, score, sample=0, **columns):
     return {"id": f"t{i}", "suite": "mhqa", "sample": sample, "question": "q", "gold": "g", "answer": "a" if score else "b", "score": float(score), "end_reason": "answered",
             "violations": 0, "turns": 1, "tool_calls": 2, "tools": {"wiki_search": 2}, "tokens_written": 10, "tokens_read": 30, "metric": "em", "double_check": None,
-            "held_out_phrasing": bool(i % 2), "text": "<answer>a</answer>", **columns}
+            "wording": ("sft", "test")[i % 2], "text": "<answer>a</answer>", **columns}
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------

@@ -516,6 +516,13 @@ def tokenizer():
     return train_tokenizer(["<think>the capital of France is Paris</think><answer>Paris 1234</answer>"] * 20, 320, TAGS)
 
 
+def test_a_name_has_the_same_tokens_after_a_space_and_after_a_tag(tokenizer):
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    for name in ("Paris", "Suriname", "Åland", "New York"):
+        assert ids(f"<think>{name}")[1:] == ids(f"is {name}")[-len(ids(name)):] == ids(name), name
+
+
 def test_tags_are_atomic_digits_single_and_the_end_is_the_only_special(tokenizer):
     assert tokenizer.tokenize("<think>Paris is 1234</think>")[0] == "<think>" and tokenizer.tokenize("a</think>b")[1] == "</think>"
     assert [token for token in tokenizer.tokenize("in 1234") if token.isdigit()] == list("1234")

@@ -20,7 +20,7 @@ NAN = math.nan
 
 
 def options(*argv, micro_tokens=10_000):
-    args = rl.parse_arguments([str(word) for word in argv])
+    args = rl.parse_arguments(["--temperature", "1", *(str(word) for word in argv)])              # a later --temperature wins
     args.micro_tokens = micro_tokens
     return args
 
