@@ -193,7 +193,7 @@ def parse_arguments(argv=None):
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
     group.add_argument("--max-len", type=int, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
     group.add_argument("--validation-rows", type=int, default=64, help="rows held out, at most a tenth (default %(default)s)")
-    group.add_argument("--eval-every", type=int, default=100, help="steps between validations (default %(default)s)")
+    group.add_argument("--eval-every", type=int, default=100, help="steps between validations; 0: only at the end (default %(default)s)")
     add_scale_arguments(parser, micro_tokens=4096)
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS.get(preset, {}))
@@ -264,7 +264,7 @@ if __name__ == "__main__":
         seconds = time.monotonic() - started
         metrics = {"step": step, "epoch": round(step * args.batch / len(rows), 4), **metrics, "lr": lr, "grad_norm": norm,
                    "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
-        if validation and (step % args.eval_every == 0 or step == steps):
+        if validation and (args.eval_every and step % args.eval_every == 0 or step == steps):
             metrics["validation_loss"] = validation_loss(model, validation, ranks, args.micro_tokens)
         log.log(metrics)
         progress.set_postfix(loss=f"{metrics['loss']:.3f}", tok_s=f"{metrics['tokens_per_second']:.0f}", pad=f"{metrics['padding']:.0%}",
