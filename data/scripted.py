@@ -3,8 +3,9 @@
 A backend for distill.py, which knows it only as `chat(role, messages) -> text`. It alone reads `task.meta["solution"]`; every other part of
 the distillation sees what the agents say and what the tools return. What it is for: chains to learn from, in minutes and without a server. What it is
 not: a measure of anything, since it reads the solution. Its language is short and regular, so that a model of one million parameters can
-learn it: an agent first restates what it has read, then says what it needs next, then acts. With a given probability it errs once in an
-episode, the way such a model errs: a letter of a name lost in the query, a hop skipped, the wrong page opened, a digit lost or a sign changed in a
+learn it: an agent first restates what it has read, then says what it needs next, then acts. The same thing is always said in the same words: what is
+left to chance in a chain is then what decides it, and the reward of RL is not spent on synonyms. With a given probability it errs once in an
+episode, the way such a model errs: a hop skipped, a letter of a name lost in the query, the wrong page opened, a digit lost or a sign changed in a
 program, an answer given before the last fact was read. The reflector or the verifier notices, the planner plans again, the episode ends well.
 """
 import random
@@ -43,8 +44,8 @@ class Scripted:
         natural = [("natural", i) for i, step in enumerate(self.steps) if "failing_first" in step]
         if natural:
             return natural[0]
-        kinds = {"wiki_search": ["letter", "hop"], "web_search": ["letter", "hop"], "crawl_page": ["page", "page"], "code": ["slip", "slip"]}
-        options = [(kind, i) for i, step in enumerate(self.steps) for kind in kinds[step["tool"]]]
+        kinds = {"wiki_search": "hop", "web_search": "hop", "crawl_page": "page", "code": "slip"}
+        options = [(kinds[step["tool"]], i) for i, step in enumerate(self.steps) if kinds[step["tool"]] != "hop" or i + 1 < len(self.steps)] or [("letter", 0)]
         if "double_check" in PROFILES[self.task.agent].agents and self.steps[-1]["tool"] == "crawl_page":
             options += [("hasty", len(self.steps) - 1)] * len(options)
         return self.rng.choice(options)
@@ -69,18 +70,17 @@ class Scripted:
     def plan(self, role, messages):
         if self.failed or self.suggested:
             self.planned_from = min(self.at, len(self.items) - 1)
-            thought, items = self.pick("Try again.", "A new plan."), self.items[self.planned_from:]
+            thought, items = "A new plan.", self.items[self.planned_from:]
         else:
             items = self.items
-            count, noun = COUNT[len(items)], "steps" if len(items) > 1 else "step"
-            thought = self.pick(f"{count} {noun}.", f"I see {count.lower()} {noun}.")
+            thought = f"{COUNT[len(items)]} {'steps' if len(items) > 1 else 'step'}."
         self.failed = None
         return f"Thought: {thought}\nPlan: {' '.join(f'{i}. {item}' for i, item in enumerate(items, 1))}\nTo: {self.agent_of(self.at)}"
 
     def work(self, role, messages):
         """A tool agent: say what was found, then call the tool, hand over, or answer."""
         if self.failed:
-            return f"Thought: {'The code is wrong.' if self.slip else self.pick('Not found.', 'It is not here.')}\nTo: reflector"
+            return f"Thought: {'The code is wrong.' if self.slip else 'Not found.'}\nTo: reflector"
         if self.reflect_at is not None and self.at >= self.reflect_at:
             self.reflect_at = None
             return f"Thought: {self.say()}\nTo: reflector"
@@ -106,9 +106,9 @@ class Scripted:
         self.suggested = True
         if self.at < len(self.steps):
             step, self.mistake = self.steps[self.at], (None, None)
-            return f"Thought: The {step['wants']} of {step['about']} was not read.\nScore: score: {self.pick(1, 2, 2)}"
+            return f"Thought: The {step['wants']} of {step['about']} was not read.\nScore: score: 2"
         self.confirmed = True
-        return f"Thought: {self.pick('It was read.', 'The page says so.')}\nScore: score: {self.pick(4, 4, 4, 3)}"
+        return "Thought: It was read.\nScore: score: 4"
 
     def answer(self, messages):
         """Suggest or give the answer; over-confident: something that the last search happened to show."""
@@ -118,14 +118,14 @@ class Scripted:
             shown = re.findall(r"(?:is|the|in|has) ([A-Z][a-z]+|\d+)", messages[-1]["content"].rsplit("Observation:", 1)[-1])
             alike = {word for word in shown if word.isdigit() == given.isdigit()} - {given}
             given = self.pick(*sorted(alike or {self.steps[self.at]["about"]}))
-            said = f"{said} {self.pick('It must be', 'Probably')} {given}."
+            said = f"{said} It must be {given}."
         elif self.confirmed:
-            said = self.pick("Confirmed.", "The check is good.")
+            said = "Confirmed."
         elif derive:
             found = " ".join(f"{self.steps[i]['about']}: {self.steps[i]['finds']}." for i in derive["of"])
             said = f"{found} {DERIVED[derive['op']]}: {given}."
         elif given not in said:
-            said = f"{said} {self.pick('So it is', 'The answer is')} {given}.".strip()
+            said = f"{said} So it is {given}.".strip()
         return f"Thought: {said}\nAnswer: {given}"
 
     # Their words
@@ -143,11 +143,11 @@ class Scripted:
     def need(self, step, wants):
         """The next step in the words of the plan."""
         if step["tool"] == "crawl_page":
-            return self.pick("Open its page.", "Read its page.")
+            return "Open its page."
         item = min(self.at, len(self.items) - 1)
         number = item - self.planned_from + 1
         what = f"{wants} of {step['about']}" if wants != step["wants"] else self.items[item]
-        return self.pick(f"Step {number}: {what}.", f"{'First' if number == 1 else 'Next'}: {what}.")
+        return f"Step {number}: {what}."
 
     def argument(self, step, kind, messages):
         """(argument, relation that the thought names): the right ones, or plausible wrong ones when the mistake is due."""
@@ -159,7 +159,7 @@ class Scripted:
         if kind == "hop" and self.at + 1 < len(self.steps):
             wants = self.steps[-1]["wants"]                              # skips a hop: asks the first entity for the last relation
             return f"{step['about']} {wants}", wants
-        if kind in ("letter", "hop"):
+        if kind in ("letter", "hop"):                                    # a hop that cannot be skipped
             return right.replace(step["about"], self.misspell(step["about"])), wants
         if kind == "page":
             found = [url for message in messages for url in re.findall(r"https?://[^\s)|]+", message["content"]) if url != right]
