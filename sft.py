@@ -10,7 +10,7 @@ order its rows stand, and on any number of GPUs. (The mean of micro-batch means,
 
 Left out on purpose: packing (rows of like length share a micro-batch instead, see the padding share), LoRA, mixing of data sets.
 
-    python sft.py                                                     the demo on a CPU: 4 minutes, validation loss below 0.1
+    python sft.py                                                     the demo on a CPU: 8 minutes, validation loss below 0.1
     python sft.py --preset mhqa --model Qwen/Qwen2.5-3B --tasks AFM.json         one GPU
     torchrun --standalone --nproc_per_node=8 sft.py --preset web --model Qwen/Qwen2.5-7B-Instruct --tasks AFM.json    one node
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_endpoint=HOST:29500 sft.py ...                                      several nodes
