@@ -17,7 +17,7 @@ common=(--seed "${SEED:-0}"); [ -z "${FRESH:-}" ] || common+=(--fresh)
 unsafe=(); [ -z "${UNSAFE_CODE:-}" ] || unsafe=(--unsafe-code)
 models=(base=data/base "sft=$RUN/sft/model" "rl=$RUN/rl/model")
 if [ "$SPEEDRUN" = quick ]; then
-  distill=(--limit 600); sft=(--steps 200); rl=(--steps 3 --prompts 8 --refills 0 --eval-every 0); evaluate=(--limit 60 --subset 30)
+  distill=(--limit 600); sft=(--steps 280); rl=(--steps 3 --prompts 8 --refills 0 --eval-every 0); evaluate=(--limit 60 --subset 30)
 else
   distill=(); sft=(); rl=(); evaluate=()
 fi
