@@ -9,7 +9,7 @@ isolating, in layers of processes (jail.py):
 
 * The server is entered once: a fresh interpreter with an empty environment, in namespaces of its own, over a read-only root
   without home, project or network.
-* Each call is a fork of it (about 3 ms, against 11 ms for a new process without any isolation), and everything of a call dies
+* Each call is a fork of it (a quarter of the time of a new process without any isolation), and everything of a call dies
   with its init.
 * Code, stdin and output travel in memfds and pipes made here, never through the server: no call can find another's data in the
   memory that it inherits.
