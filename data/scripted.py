@@ -156,10 +156,10 @@ class Scripted:
             self.mistake = (None, None)
         if kind == "natural":
             return step["failing_first"], wants
-        if kind == "hop" and self.at + 1 < len(self.steps):
+        if kind == "hop":
             wants = self.steps[-1]["wants"]                              # skips a hop: asks the first entity for the last relation
             return f"{step['about']} {wants}", wants
-        if kind in ("letter", "hop"):                                    # a hop that cannot be skipped
+        if kind == "letter":
             return right.replace(step["about"], self.misspell(step["about"])), wants
         if kind == "page":
             found = [url for message in messages for url in re.findall(r"https?://[^\s)|]+", message["content"]) if url != right]

@@ -24,7 +24,7 @@ from coa_format import ROLES, TOOLS, check, find_answer, observation, parse
 from bench.bench_distill import trace_cost
 from data.make_tasks import make_tasks
 from data.scripted import Scripted
-from distill import (Step, Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
+from distill import (Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
                      progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain)
 from llm import LLMError
 from model import PRESETS, InputError, Transformer, save_model, train_tokenizer
@@ -218,9 +218,9 @@ def with_a_failing_first_query(task, query):
     return dataclasses.replace(task, meta={"solution": {**solution, "steps": [{**solution["steps"][0], "failing_first": query}, *solution["steps"][1:]]}})
 
 
-# a skipped hop does no harm in so small a world: there the search that fails by itself is what is mended
-@pytest.mark.parametrize("task", [with_a_failing_first_query(TWO_HOPS, "Kar country"), WEB, MATH], ids=lambda task: task.agent)
-def test_scripted_chains_are_right_grammatical_and_true_to_the_tools(task):
+# a skipped hop does no harm in so small a world: nothing to mend in the plain two hops, so there the search that fails by itself is added
+@pytest.mark.parametrize("task, mended", [(TWO_HOPS, 0), (with_a_failing_first_query(TWO_HOPS, "Kar country"), 15), (WEB, 15), (MATH, 15)])
+def test_scripted_chains_are_right_grammatical_and_true_to_the_tools(task, mended):
     seen = Counter()
     for seed in range(60):
         trace = scripted_trace(task, seed, mistakes=0.7, reflect=0.5)
@@ -228,7 +228,7 @@ def test_scripted_chains_are_right_grammatical_and_true_to_the_tools(task):
         assert check(parse(trace.chain), task.agent) == []
         seen["corrected"] += corrected(trace)
         seen["reflection"] += any(s["tag"] == "reflection" for s in trace.steps)
-    assert seen["corrected"] >= 15 and seen["reflection"] >= 30
+    assert seen["corrected"] >= mended and seen["reflection"] >= 30
 
 
 def test_scripted_teacher_is_a_function_of_task_seed_and_sample():
