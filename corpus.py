@@ -19,7 +19,6 @@ import json
 import os
 import re
 import sqlite3
-import sys
 import threading
 import unicodedata
 from pathlib import Path

@@ -32,7 +32,8 @@ def kill_in(step, run, delay):
         time.sleep(0.1)
     time.sleep(delay)
     over = process.poll() is not None
-    os.killpg(process.pid, signal.SIGKILL) if not over else None
+    if not over:
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     print(f"{step}: killed after {delay:.1f} s" + (", when all was over" if over else ""), flush=True)
 

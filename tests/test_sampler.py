@@ -1,9 +1,8 @@
 """sampler.py: what is sampled is what is recorded, whatever row, batch, tool or neighbour an episode has."""
 import dataclasses
 import random
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
