@@ -46,7 +46,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from model import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error
 
 PROMPT, SAMPLED, ENVIRONMENT = 0, 1, 2        # who wrote a token: the `source` of an episode or a training row
 WHITE = " \t\r\n"

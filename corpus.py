@@ -23,7 +23,7 @@ import threading
 import unicodedata
 from pathlib import Path
 
-from model import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error
 
 STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her
     him his how i if in into is it its me my no not of on or our she so than that the their them then there these they this those to

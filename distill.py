@@ -43,7 +43,8 @@ from coa_format import (PROFILES, TOOLS, Segment, check, code_blocks, double_che
                         render, reveal)
 from data.scripted import Scripted
 from llm import LLM, LLMError
-from model import exit_on_input_error, load_model, load_tokenizer
+from hf import exit_on_input_error
+from model import load_model, load_tokenizer
 from parallel import add_common_arguments, from_rank_0, gather_lists, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
 from tasks import grade, load_tasks

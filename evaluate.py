@@ -33,7 +33,8 @@ from coa_format import (ENVIRONMENT, PROFILES, SAMPLED, TOOLS, Profile, double_c
                         parse, prompt, prompt_ids)
 from distill import Teacher, Trace, to_chain
 from llm import LLM, LLMError
-from model import InputError, exit_on_input_error, load_model, load_tokenizer, local_directory
+from hf import InputError, exit_on_input_error, local_directory
+from model import load_model, load_tokenizer
 from parallel import add_common_arguments, fingerprint, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
 from report import by_question, check_report, mean, scores, write_report
 from sampler import Limits, Request, Sampler

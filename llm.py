@@ -27,7 +27,7 @@ from pathlib import Path
 
 import requests
 
-from model import exit_on_input_error
+from hf import exit_on_input_error
 
 
 class LLMError(RuntimeError):

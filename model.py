@@ -16,94 +16,17 @@ Left out: sliding-window attention, mixture of experts, dropout, CUDA graphs. A 
     logits = model.logits(model(ids))                                          # ids (B, T) -> fp32 (B, T, V)
 """
 import copy
-import json
 import math
-import os
-import re
-import shutil
-import sys
-from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ROPE_NEEDS = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+from hf import ModelConfig, load_tokenizer, local_directory, read_json, read_tensors, write_directory  # noqa: F401 (load_tokenizer: its place is beside load_model)
+
 BUCKET = 64     # a decode step attends to the longest row's length rounded up to this
 CHUNK = 512     # positions whose logits exist at one time in token_logprobs
-SHARD_SIZE = "5GB"
-
-
-class InputError(ValueError):
-    """Something the user gave is wrong. One line: file, line or field, and what was expected."""
-
-
-def exit_on_input_error():
-    """Make the script end with one line and exit code 2 on InputError, with 130 on Ctrl-C; other errors keep their traceback."""
-    def hook(kind, error, trace):
-        if issubclass(kind, InputError):
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        if issubclass(kind, KeyboardInterrupt):
-            sys.exit(130)
-        sys.__excepthook__(kind, error, trace)
-    sys.excepthook = hook
-
-
-@dataclass
-class ModelConfig:
-    """The fields of a Hugging Face config.json that shape the computation; `extra` keeps the others for saving."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None        # None, or {"rope_type": "llama3" | "yarn", "factor": ..., ...}
-    max_position_embeddings: int = 4096
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    model_type: str = "qwen3"               # decides two more things: QK-norm (qwen3), no bias on o_proj (qwen2)
-    extra: dict = field(default_factory=dict)
-
-    @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
-        """Read a config.json, old (`rope_scaling`) or new (`rope_parameters`) spelling. InputError names what is not supported."""
-        def expect(key, value, allowed):
-            if value not in allowed:
-                raise InputError(f"config.json: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
-        expect("model_type", hf.get("model_type"), list(FAMILIES))
-        rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
-        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
-        expect("rope_type", rope["rope_type"], list(ROPE_NEEDS))
-        for key, only in {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "attention_dropout": 0,
-                          "partial_rotary_factor": 1, "quantization_config": None}.items():
-            expect(key, {**hf, **rope}.get(key, only), [only, None])
-        for kind in hf.get("layer_types") or ():
-            expect("layer_types", kind, ["full_attention"])
-        needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-        absent = [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
-        if absent:
-            raise InputError(f"config.json: field {absent[0]!r} is missing")
-        own = {f.name for f in fields(cls)}
-        given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
-                 **{key: value for key, value in hf.items() if key in own and value is not None}}
-        given |= {"attention_bias": hf["model_type"] == "qwen2" or given.get("attention_bias", False),
-                  "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if rope["rope_type"] != "default" else None}
-        derived = own | {"architectures", "dtype", "torch_dtype", "rope_parameters"}
-        return cls(**given, extra={key: value for key, value in hf.items() if key not in derived})
-
-    def to_hf(self) -> dict:
-        """The config.json, in the spelling that transformers 4, transformers 5 and vLLM all read."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
-        return {"architectures": [FAMILIES[self.model_type]], "hidden_act": "silu", **self.extra, **own}
-
 
 PRESETS = {   # for training from scratch: dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer))
     "tiny-1m": ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=5, num_attention_heads=4,
@@ -399,129 +322,30 @@ class KVCache:
             self.host_lengths[row] += new
 
 
-# ---------------------------------------------------------------- Hugging Face directories in and out
-
-def local_directory(path_or_name) -> Path:
-    """A directory as it is; anything else is a hub id, fetched into the Hugging Face cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
-    if Path(path_or_name).is_dir():
-        return Path(path_or_name)
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    try:
-        return Path(snapshot_download(str(path_or_name), allow_patterns=wanted))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise InputError(f"model {path_or_name}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
-
-
-def read_json(path: Path) -> dict:
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-
+# ---------------------------------------------------------------- Hugging Face directories in and out (files and tensors: hf.py)
 
 def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -> Transformer:
     """Read a Hugging Face directory or hub id; tensors go to dtype and device one by one. InputError lists all that do not fit."""
-    from safetensors import safe_open
     path = local_directory(path_or_name)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     with torch.device("meta"):
         model = Transformer(config)
-    wanted = {hf_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}
-    index = path / "model.safetensors.index.json"
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    if absent := [name for name in files if not (path / name).exists()]:
-        raise InputError(f"{path / absent[0]}: no such file")
-    found, state = {}, {}
-    for file in files:
-        with safe_open(path / file, "pt") as weights:
-            found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
-    spare = {name for name in found if name.endswith("inv_freq") or name == "lm_head.weight" and config.tie_word_embeddings}
-    wrong = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
-             for name in [*wanted, *(found.keys() - wanted.keys() - spare)] if found.get(name) != wanted.get(name)]
-    if wrong:
-        raise InputError(f"{path}: the weights do not fit config.json: {'; '.join(wrong)}")
-    for file in files:
-        with safe_open(path / file, "pt", device=str(device)) as weights:
-            state |= {name.removeprefix("model."): weights.get_tensor(name).to(dtype) for name in weights.keys() if name in wanted}
-    model.load_state_dict(state, assign=True)
+    shapes = {hf_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors = read_tensors(path, shapes, dtype, device, spare=["lm_head.weight"] if config.tie_word_embeddings else [])
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, assign=True)
     if (path / "generation_config.json").exists():
         model.generation_config = read_json(path / "generation_config.json")
     return model
 
 
 def save_model(model: Transformer, tokenizer, path, state_dict: dict | None = None):
-    """Write config, weights (in files of 5 GB), generation config and tokenizer (may be None) as a Hugging Face directory.
+    """Write config, weights, generation config and tokenizer (may be None) as a Hugging Face directory.
 
-    Every file appears whole or not at all. state_dict: the full weights, where the model's own are sharded; one rank saves.
+    state_dict: the full weights, where the model's own are sharded; one rank saves.
     """
-    from huggingface_hub import save_torch_state_dict
-    state = {hf_name(name): tensor.detach() for name, tensor in (state_dict or model.state_dict()).items()}
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    path = Path(path)
-    new = path / ".writing"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    save_torch_state_dict(state, new, max_shard_size=SHARD_SIZE)
-    generation = model.generation_config
-    if tokenizer is not None:
-        tokenizer.save_pretrained(new)
-        settings = new / "tokenizer_config.json"    # transformers 5 writes a class name that transformers 4 does not know
-        settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
-        generation = generation or {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    if generation:
-        (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    (new / "config.json").write_text(json.dumps({**model.config.to_hf(), "dtype": dtype, "torch_dtype": dtype}, indent=2))
-    written, mode = [file.name for file in new.iterdir()], (new / "config.json").stat().st_mode
-    for name in written:
-        os.chmod(new / name, mode)                    # safetensors writes its files readable by the owner only
-        with open(new / name, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(new / name, path / name)
-    for old in path.glob("model*.safetensors*"):      # shards that a smaller model no longer has
-        if old.name not in written:
-            old.unlink()
-    new.rmdir()
+    tensors = {hf_name(name): tensor.detach() for name, tensor in (state_dict or model.state_dict()).items()}
+    write_directory(path, model.config.to_hf(), tensors, model.generation_config, tokenizer)
 
 
 def hf_name(name: str) -> str:
     return name if name.startswith("lm_head.") else "model." + name
-
-
-def load_tokenizer(path_or_name):
-    """The directory's or hub id's tokenizer. InputError where there is none, or where its ids go beyond the embedding's rows."""
-    from transformers import AutoTokenizer
-    path = local_directory(path_or_name)
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise InputError(f"{path}: holds no tokenizer (tokenizer.json)")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    largest = max(tokenizer.get_vocab().values())
-    rows = read_json(path / "config.json").get("vocab_size") if (path / "config.json").exists() else None
-    if rows and largest >= rows:
-        raise InputError(f"{path}: the tokenizer has ids up to {largest}, the embedding {rows} rows")
-    return tokenizer
-
-
-def train_tokenizer(texts, vocab_size: int, tags):
-    """Byte-level BPE of vocab_size tokens for a from-scratch model: every byte, single digits, and each of `tags` as one token. The space before a
-    capital is a token of its own, so that a name has the same tokens after a space as after a tag: a tiny model copies by matching tokens.
-
-    texts: an iterable of str. tags: literal strings such as "<think>" and "</think>"; ordinary text, so never "special".
-    The one special token is <|endoftext|>: end of text, and padding.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    tokenizer = Tokenizer(models.BPE())
-    bytes_of, digits = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)
-    space = pre_tokenizers.Split(Regex(r" (?=\p{Lu})"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([space, digits, bytes_of])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(tags), special_tokens=["<|endoftext|>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    split = re.compile("|".join(map(re.escape, tags)) or "(?!)")
-    tokenizer.train_from_iterator((piece for text in texts for piece in split.split(text)), trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")

@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from model import CHUNK, InputError, ModelConfig, Transformer, exit_on_input_error, load_model, save_model
+from hf import InputError, exit_on_input_error
+from model import CHUNK, ModelConfig, Transformer, load_model, save_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files

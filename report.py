@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from coa_format import find_answer, find_calls, parse
-from model import InputError
+from hf import InputError
 from parallel import read_jsonl, write_atomic
 from tasks import load_tasks, normalise
 

@@ -35,7 +35,8 @@ import torch
 from tqdm import tqdm
 
 from coa_format import SAMPLED, check, parse, prompt, prompt_ids
-from model import InputError, exit_on_input_error, load_tokenizer
+from hf import InputError, exit_on_input_error
+from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
                       gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, refresh,
                       replace_directory, rollout_copy, run_config, save_checkpoint, setup, start_run, swap, teardown)

@@ -45,7 +45,8 @@ import numpy as np
 import torch
 
 from coa_format import ENVIRONMENT, PROFILES, PROMPT, SAMPLED, TOOLS, encode_text, eos_id, find_answer, find_calls, observation, parse
-from model import InputError, KVCache
+from hf import InputError
+from model import KVCache
 
 JOIN_EVERY = 4  # while others decode, rows join only every so many steps: several are prefilled in one batch
 END_REASONS = ("answered", "eos", "turn_cap", "token_cap", "deadline", "violation")

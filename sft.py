@@ -28,7 +28,8 @@ import torch
 from tqdm import tqdm
 
 from coa_format import encode, observation, prompt_ids, reject_reason, truncate
-from model import InputError, exit_on_input_error, load_tokenizer
+from hf import InputError, exit_on_input_error
+from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
                       gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, run_config, save_checkpoint, setup,
                       start_run, teardown)

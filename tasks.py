@@ -37,7 +37,7 @@ from pathlib import Path
 
 from coa_format import PROFILES, find_answer
 from llm import LLMError
-from model import InputError
+from hf import InputError
 from sandbox import Limits, run_python
 
 

@@ -36,7 +36,7 @@ from coa_format import code_blocks
 from corpus import Store
 from fetch import BLOCKED, PAGE_SECONDS, FetchError, Web, fetch, page_text
 from llm import LLM, Cache, LLMError, http_session, post_json
-from model import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error
 
 
 class Failure(str):

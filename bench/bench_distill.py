@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from coa_format import encode_text, parse, prompt  # noqa: E402
 from distill import Trace, agent_prompt, team  # noqa: E402
-from model import InputError, exit_on_input_error, load_tokenizer  # noqa: E402
+from hf import InputError, exit_on_input_error  # noqa: E402
+from model import load_tokenizer  # noqa: E402
 from parallel import read_jsonl  # noqa: E402
 
 

@@ -27,7 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
-from model import PRESETS, KVCache, ModelConfig, Transformer, exit_on_input_error, load_model, save_model
+from hf import exit_on_input_error
+from model import PRESETS, KVCache, ModelConfig, Transformer, load_model, save_model
 
 ROWS = []
 

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 
 from coa_format import ROLES, TOOLS, encode_text
-from model import PRESETS, Transformer, exit_on_input_error, load_model, load_tokenizer, save_model, train_tokenizer
+from hf import exit_on_input_error, train_tokenizer
+from model import PRESETS, Transformer, load_model, load_tokenizer, save_model
 from sampler import Limits, Request, Sampler
 
 

@@ -31,7 +31,8 @@ import rl
 import sft
 from bench_sampler import ScriptedSampler, Tools
 from coa_format import ROLES, TOOLS
-from model import PRESETS, ModelConfig, Transformer, load_tokenizer, save_model, train_tokenizer
+from hf import train_tokenizer
+from model import PRESETS, ModelConfig, Transformer, load_tokenizer, save_model
 from parallel import (clip_gradients, find_plan, load_trainable, make_optimizer, measure, memory_plan, refresh, rollout_copy, setup, teardown,
                       usable_memory)
 from sampler import Limits, Request, Sampler

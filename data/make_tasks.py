@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from distill import read_reply  # noqa: E402
 from llm import LLM  # noqa: E402
-from model import exit_on_input_error  # noqa: E402
+from hf import exit_on_input_error  # noqa: E402
 from parallel import read_jsonl, write_jsonl  # noqa: E402
 from tools import add_tool_arguments, make_toolbox  # noqa: E402
 

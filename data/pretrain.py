@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from coa_format import ROLES, TOOLS  # noqa: E402
-from model import PRESETS, Transformer, load_model, load_tokenizer, save_model, train_tokenizer  # noqa: E402
+from hf import train_tokenizer  # noqa: E402
+from model import PRESETS, Transformer, load_model, load_tokenizer, save_model  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,7 +12,7 @@ import random
 import re
 
 from coa_format import PROFILES
-from model import InputError
+from hf import InputError
 
 
 COUNT = ["No", "One", "Two", "Three", "Four", "Five", "Six"]

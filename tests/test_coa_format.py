@@ -15,7 +15,8 @@ from hypothesis import given, settings, strategies as st
 import coa_format as coa
 from coa_format import (ENVIRONMENT, MHQA, PROFILES, SAMPLED, Call, Encoded, Profile, Segment, check, code_blocks, encode, encode_text, eos_id,
                         find_answer, find_calls, inert, observation, parse, prompt, prompt_ids, register_tool, reject_reason, render, reveal, truncate)
-from model import InputError, ModelConfig, Transformer, train_tokenizer
+from hf import InputError, train_tokenizer
+from model import ModelConfig, Transformer
 from sampler import Limits, Request, Sampler, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corpus import Store, corpus_rows, split_passages, split_words, url_key
-from model import InputError
+from hf import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

@@ -27,7 +27,8 @@ from data.scripted import Scripted
 from distill import (Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
                      progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain)
 from llm import LLMError
-from model import PRESETS, InputError, Transformer, save_model, train_tokenizer
+from hf import InputError, train_tokenizer
+from model import PRESETS, Transformer, save_model
 from parallel import Ranks
 from tasks import Task, grade
 from tools import make_toolbox

@@ -22,7 +22,8 @@ import evaluate
 import report
 from coa_format import PROFILES, encode, eos_id, observation, parse, prompt, prompt_ids
 from llm import LLMError
-from model import PRESETS, InputError, Transformer, load_tokenizer, save_model, train_tokenizer
+from hf import InputError, train_tokenizer
+from model import PRESETS, Transformer, load_tokenizer, save_model
 from sampler import Episode
 from tasks import Task
 from tools import add_tool_arguments, make_toolbox

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hf
 import model as model_file
-from model import (CHUNK, PRESETS, InputError, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, local_directory, save_model,
-                   train_tokenizer)
+from hf import InputError, local_directory, train_tokenizer
+from model import CHUNK, PRESETS, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, save_model
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMOLLM2 = os.path.join(ROOT, "data", "smollm2")
@@ -151,12 +152,12 @@ def test_load_save_gives_byte_equal_tensors_and_keeps_the_rest(tmp_path):
 
 def test_sharded_weights_with_index_in_and_out(tmp_path, monkeypatch):
     ours, ids = random_model(small_config(model_type="llama")), random_ids(1, 9)
-    monkeypatch.setattr(model_file, "SHARD_SIZE", "30KB")
+    monkeypatch.setattr(hf, "SHARD_SIZE", "30KB")
     save_model(ours, None, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
     assert torch.equal(load_model(tmp_path)(ids), ours(ids))
     assert (hf_model(tmp_path)(ids).logits - ours.logits(ours(ids))).abs().max() <= 1e-4
-    monkeypatch.setattr(model_file, "SHARD_SIZE", "5GB")
+    monkeypatch.setattr(hf, "SHARD_SIZE", "5GB")
     save_model(ours, None, tmp_path)                                              # over the old one: no stale shard is left to be read
     assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
     assert torch.equal(load_model(tmp_path)(ids), ours(ids))
@@ -554,9 +555,7 @@ def test_any_text_survives_encoding(tokenizer, text):
     ("raise InputError('tasks.jsonl:3: field answer: expected a string')", 2, "error: tasks.jsonl:3: field answer: expected a string"),
     ("raise KeyboardInterrupt", 130, ""), ("raise RuntimeError('bug')", 1, None), ("print('fine')", 0, "")])
 def test_exit_on_input_error(statement, code, line):
-    program = (f"import sys, types; sys.path.insert(0, {ROOT!r}); sys.modules['torch'] = None\n"
-               f"source = open({os.path.join(ROOT, 'model.py')!r}).read()\n"
-               "start = source.index('class InputError'); exec(source[start:source.index('@dataclass')])\n"      # the two names without importing torch
+    program = (f"import sys; sys.path.insert(0, {ROOT!r}); from hf import exit_on_input_error, InputError\n"
                f"exit_on_input_error()\nimport atexit; atexit.register(print, 'cleaned up')\n{statement}")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == code and "cleaned up" in run.stdout

@@ -12,7 +12,8 @@ import torch
 
 import parallel
 from conftest import ROOT
-from model import PRESETS, InputError, ModelConfig, Transformer, load_model
+from hf import InputError
+from model import PRESETS, ModelConfig, Transformer, load_model
 from parallel import (MetricLog, Ranks, clip_gradients, collate, export_model, fingerprint, latest_checkpoint, load_checkpoint, make_optimizer,
                       micro_batches, read_jsonl, save_checkpoint, shard_model, start_run, write_atomic, write_jsonl)
 

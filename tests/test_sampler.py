@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from coa_format import ENVIRONMENT, PROMPT, ROLES, SAMPLED, TOOLS, encode_text
-from model import InputError, ModelConfig, PRESETS, Transformer, save_model, train_tokenizer
+from hf import InputError, train_tokenizer
+from model import ModelConfig, PRESETS, Transformer, save_model
 from sampler import END_REASONS, Limits, Request, Sampler, sample, token_bytes
 
 TEXT = ["Kathmandu is the capital of Nepal. The currency of Nepal is the rupee. 12 345 print(a*b) été 日本\n"] * 20

@@ -13,7 +13,8 @@ import torch
 import sft
 from coa_format import ROLES, TOOLS, encode, eos_id, prompt, prompt_ids
 from conftest import ROOT
-from model import PRESETS, InputError, Transformer, load_model, load_tokenizer, save_model, train_tokenizer
+from hf import InputError, train_tokenizer
+from model import PRESETS, Transformer, load_model, load_tokenizer, save_model
 from parallel import Ranks, read_jsonl, write_atomic, write_jsonl
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))

@@ -16,7 +16,7 @@ import sandbox
 from corpus import Store
 from fetch import Web
 from llm import LLM, Cache
-from model import InputError
+from hf import InputError
 from tools import Code, Context, CrawlPage, Failure, ToolBox, VisualInspector, WebSearch, WikiSearch, add_tool_arguments, clean_urls, cut, make_toolbox, web_results_text
 
 ROOT = Path(__file__).resolve().parent.parent
