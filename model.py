@@ -211,7 +211,14 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[target], CHUNK positions at a time; backward recomputes each chunk's logits."""
+    """log softmax(hidden @ weight.T / temperature)[target], CHUNK positions at a time; backward recomputes each chunk's log-softmax.
+
+    All but the last: it is kept, since backward begins there and holds one chunk anyway."""
+
+    @staticmethod
+    def log_softmax(hidden, weight, temperature):                        # (n, D), (V, D) -> (n, V)
+        logits = matmul_fp32(hidden, weight.T).div_(temperature)
+        return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, entropy):     # (N, D), (V, D), (N,)
@@ -219,11 +226,12 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         logprobs, entropies = [], []
         for h, t in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-            logits = matmul_fp32(h, weight.T).div_(temperature)          # (CHUNK, V)
-            lse = logits.logsumexp(-1)
-            logprobs.append(logits.gather(-1, t[:, None])[:, 0] - lse)
+            logp = None                                                  # before the next chunk's is born
+            logp = TokenLogprobs.log_softmax(h, weight, temperature)     # (CHUNK, V)
+            logprobs.append(logp.gather(-1, t[:, None])[:, 0])
             if entropy:
-                entropies.append(lse - (logits.sub(lse[:, None]).exp_().mul_(logits)).sum(-1))
+                entropies.append(-(logp.exp().mul_(logp)).sum(-1))
+        ctx.last = logp if any(ctx.needs_input_grad) else None
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
     @staticmethod
@@ -231,11 +239,12 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=grad_logprobs.dtype, device=weight.device)
-        for i in range(0, len(hidden), CHUNK):
+        for i in reversed(range(0, len(hidden), CHUNK)):
             rows = slice(i, i + CHUNK)
             h, t, g = hidden[rows], targets[rows, None], grad_logprobs[rows, None]
-            logp = matmul_fp32(h, weight.T).div_(ctx.temperature)
-            logp -= logp.logsumexp(-1, keepdim=True)                     # (CHUNK, V)
+            logp, ctx.last = ctx.last, None
+            if logp is None:
+                logp = TokenLogprobs.log_softmax(h, weight, ctx.temperature)
             p, slope = logp.exp(), g                                     # d log p[t] / d logits = onehot(t) - p
             if grad_entropies is not None:                               # dH / d logits = -p (log p + H)
                 slope = g + grad_entropies[rows, None] * (logp - (p * logp).sum(-1, keepdim=True))
