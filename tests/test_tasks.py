@@ -2,6 +2,7 @@
 import base64
 import http.server
 import json
+import math
 import os
 import pickle
 import threading
@@ -314,7 +315,12 @@ def test_a_row_keeps_its_own_prompt_and_extra_columns_become_meta(tmp_path):
     ({"question": "q", "answer": "x", "id": "first"}, "id"), ({"problem": "9fk2==", "answer": "k2==", "canary": "c"}, "problem"), ({**LCB, "public_test_cases": "["}, "public_test_cases"),
     ({**verl({"target": "a"}), "prompt": [{"role": "system", "content": "x"}]}, "prompt"), (verl(None), "reward_model.ground_truth"), (verl({"other": 1}), "reward_model.ground_truth"),
     (verl({"inputs": ["1"], "outputs": []}), "outputs"), ({"question": "q\ud800", "answer": "x"}, "question"),
-    ({"question": "q", "answer": "x", "tests": {"cases": []}}, "tests")])
+    ({"question": "q", "answer": "x", "tests": {"cases": []}}, "tests"), ({"question": "q", "tests": {"cases": [{"stdin": "", "stdout": ""}]}}, "tests"),
+    ({"question": "q", "tests": {"scope": "all", "cases": ["x"]}}, "tests"), ({"question": "q", "tests": {"scope": "all", "cases": [{"call": "f"}]}}, "tests"),
+    ({"question": "q", "answer": "x", "prompt": [{"role": "user", "content": "x"}]}, "prompt"), ({"question": "q", "answer": "x", "data_source": 5}, "data_source"),
+    ({"question": "q", "answer": "x", "agent": ["mhqa"]}, "agent"), ({"question": "q", "answer": "x", "hops": "two"}, "hops"),
+    ({**verl({"target": "a"}), "prompt": ["x"]}, "prompt"), ({**verl({"target": "a"}), "prompt": [{"role": "user"}]}, "prompt"),
+    ({**verl({"target": "a"}), "data_source": 5}, "data_source")])
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path, row, field):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"id": "first", "question": "q", "answer": "a"}\n\n' + json.dumps(row) + "\n", encoding="utf-8")
@@ -372,3 +378,32 @@ def test_livecodebench_rows_run_their_public_tests():
     right = "class Solution:\n    def minimumOperations(self, nums: List[int]) -> int:\n        k = 0\n        while len(set(nums)) < len(nums):\n            nums, k = nums[3:], k + 1\n        return k"
     assert answered(distinct, f"```py\n{right}\n```").score == 1
     assert answered(distinct, f"```py\n{right.replace('return k', 'return k + 1')}\n```").score == 0
+
+
+# ------------------------------------------------------------------------------------ what a model writes never ends the run
+
+@pytest.mark.parametrize("expected, printed, same", [("3.5", "1,000", False), ("1,000.5", "1000.5", True), ("1.0", "1.0000005", True), ("1.0", "1.00001", False),
+                                                      ("0.5", "9" * 39, False)])
+def test_printed_numbers_compare_exactly(expected, printed, same):
+    assert tasks.same_output(expected, printed) is same
+
+
+@pytest.mark.parametrize("expected, result, same", [(1.5, 10 ** 400, False), (1e300, 10 ** 300, True), (1.5, math.nan, False), (math.inf, math.inf, True), (1.5, 1.5000001, True),
+                                                     (1.0, 1, True), (1.0, True, False), ([1.0, [2.0]], [1, [2.0000001]], True), (1.0, [1.0], False)])
+def test_returned_values_compare_without_overflow(expected, result, same):
+    assert tasks.same_value(expected, result) is same
+
+
+@pytest.mark.parametrize("body", ["return 10 ** 400", "import os; os.write(1, b'[' * 50000); return 1", "x = 1\n    for _ in range(20000): x = [x]\n    return x"])
+def test_a_result_that_cannot_be_read_is_wrong(body):
+    case = {"call": "f", "args": [], "expected": 1.5}
+    assert tasks.run_test(f"def f():\n    {body}", case, 5.0) in ("wrong", "error")
+
+
+def test_runaway_mathematics_is_graded_in_time():
+    began = time.monotonic()
+    for answer in ("\\boxed{" * 20_000, "\\(" * 20_000, "{" * 50_000 + "\\boxed{4}", "a " * 40_000, "\\text{" * 10_000):
+        tasks.math_equal("4", answer)
+    assert time.monotonic() - began < 6
+    assert tasks.math_equal("4", "reasoning " * 2_000 + "\\boxed{4}")[0] and not tasks.math_equal("4", "4" + " or so" * 2_000)[0]
+    assert tasks.boxed("\\boxed{1} \\boxed{a{b}c} \\boxed{x") == "a{b}c" and tasks.boxed("} \\boxed{\\boxed{2}}") == "2" and tasks.boxed("{}") is None
