@@ -223,6 +223,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, entropy):     # (N, D), (V, D), (N,)
         ctx.save_for_backward(hidden, weight, targets)
+        ctx.set_materialize_grads(False)                                 # an entropy that is only looked at has no gradient: None
         ctx.temperature = temperature
         logprobs, entropies = [], []
         for h, t in zip(hidden.split(CHUNK), targets.split(CHUNK)):
@@ -237,6 +238,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropies):                    # (N,), (N,) or None
         hidden, weight, targets = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=grad_logprobs.dtype, device=weight.device)
         for i in reversed(range(0, len(hidden), CHUNK)):

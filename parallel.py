@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from hf import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error, read_json
 from model import CHUNK, ModelConfig, Transformer, load_model, save_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -85,6 +85,11 @@ def fingerprint(path):
     return digest.hexdigest()
 
 
+def clean(metrics):
+    """JSON has neither NaN nor infinity: null in their place."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in metrics.items()}
+
+
 class MetricLog:
     """An append-only JSON-lines log with a `step` in every row. `keep`: on resume drop the rows after that step (and a half-written
     last line); None starts an empty log. Ranks other than 0 hold a log that writes nothing."""
@@ -96,16 +101,15 @@ class MetricLog:
             return
         rows = []
         if keep is not None and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n") and json.loads(line)["step"] <= keep:
-                    rows.append(line)
+            with open(self.path, encoding="utf-8", newline="\n") as file:         # (str.splitlines would cut a text at U+2028)
+                rows = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= keep]
         write_atomic(self.path, "".join(rows))
         self.file = open(self.path, "a", encoding="utf-8")
 
     def log(self, *rows):
         """Append rows and see them onto the disk, so that no checkpoint is ever ahead of its log."""
         if self.file is not None:
-            self.file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            self.file.write("".join(json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows))
             self.file.flush()
             os.fsync(self.file.fileno())
 
@@ -152,6 +156,13 @@ def run_config(args, inputs=(), ignore=()):
     (file or folder; a name that is neither, such as a hub name, has none)."""
     config = {key: value for key, value in vars(args).items() if key not in ("fresh", "out", *SCALE_OPTIONS, *ignore)}
     return {**config, "sha256": {str(path): fingerprint(path) for path in inputs if Path(path).exists()}}
+
+
+def positive(text):
+    """An option that is a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def add_common_arguments(parser, out, tasks=None, model=None):
@@ -323,9 +334,10 @@ def load_trainable(path, ranks, shards=0, offload=False, checkpointing=False):
         model = load_model(path, dtype=torch.float32, device=ranks.device)
     else:
         whole = load_model(path, dtype=torch.float32, device="cpu") if ranks.is_main else None
-        config = from_rank_0(whole.config if whole else None)
+        config, generation_config = from_rank_0((whole.config, whole.generation_config) if whole else None)
         with torch.device("meta"):
             model = shard_model(Transformer(config), ranks, shards, offload)
+        model.generation_config = generation_config
         model.to_empty(device="cpu" if offload else ranks.device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
@@ -334,17 +346,21 @@ def load_trainable(path, ranks, shards=0, offload=False, checkpointing=False):
 
 
 def make_optimizer(model, lr, beta2, weight_decay):
-    """AdamW; weight decay on matrices only, as usual."""
+    """AdamW; weight decay on matrices only, as usual. Its moments exist from the start: torch's get_state_dict makes missing ones by a step with
+    learning rate 0, which would count as a step, so that the first update would depend on when a checkpoint was written."""
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=True)
+    for p in parameters:
+        optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def add_scale_arguments(parser, micro_tokens):
     """The options that decide where and how fast, not what, is computed: a run may be resumed with other ones."""
     group = parser.add_argument_group("scale")
-    group.add_argument("--micro-tokens", type=int, default=micro_tokens, help="padded tokens of a micro-batch (default %(default)s)")
+    group.add_argument("--micro-tokens", type=positive, default=micro_tokens, help="padded tokens of a micro-batch (default %(default)s)")
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only and compute the rest again in backward")
     group.add_argument("--shards", type=int, default=0, help="ranks that share one copy of the weights (default: those of a node)")
     group.add_argument("--offload", action="store_true", help="keep shards and optimiser in CPU memory")
@@ -571,7 +587,7 @@ def usable_memory(gigabytes):
 def read_config(model):
     """The config of a directory, of a config.json, or of a hub name (only that file is fetched)."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if not path.is_file():
+    if not path.exists() and not Path(model).is_dir():
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
         try:
@@ -579,16 +595,16 @@ def read_config(model):
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"model {str(model)!r}: no such directory, and not to be had from the hub ({reason})") from None
-    return ModelConfig.from_hf(json.loads(path.read_text()))
+    return ModelConfig.from_hf(read_json(path))
 
 
 if __name__ == "__main__":
     exit_on_input_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", metavar="MODEL", required=True, help="directory, config.json or hub name of the model to train")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs over all nodes (default %(default)s)")
-    parser.add_argument("--per-node", type=int, default=8, help="GPUs of one node (default %(default)s)")
-    parser.add_argument("--seq", type=int, default=32768, help="longest row in tokens (default %(default)s)")
+    parser.add_argument("--gpus", type=positive, default=1, help="GPUs over all nodes (default %(default)s)")
+    parser.add_argument("--per-node", type=positive, default=8, help="GPUs of one node (default %(default)s)")
+    parser.add_argument("--seq", type=positive, default=32768, help="longest row in tokens (default %(default)s)")
     parser.add_argument("--memory", type=float, default=80.0, help="GB of one GPU (default %(default)s)")
     parser.add_argument("--episodes", type=int, default=512, help="episodes of one RL step over all GPUs; 0: SFT (default %(default)s)")
     args = parser.parse_args()

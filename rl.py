@@ -29,6 +29,7 @@ import shutil
 import statistics
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -37,8 +38,8 @@ from tqdm import tqdm
 from coa_format import SAMPLED, check, parse, prompt, prompt_ids
 from hf import InputError, exit_on_input_error
 from model import load_tokenizer
-from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, refresh,
+from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clean, clip_gradients, collate, export_model,
+                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, positive, read_jsonl, refresh,
                       replace_directory, rollout_copy, run_config, save_checkpoint, setup, start_run, swap, teardown)
 from sampler import Limits, Request, Sampler
 from sft import learning_rate, stream
@@ -46,7 +47,8 @@ from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
 
 # The paper's settings (sections 4.1.1, 4.2.1; dual clip, warm-up and weight decay from the official scripts).
-COMMON = dict(samples=8, temperature=1.0, refills=2, lr=1e-6, schedule="constant", beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True)
+COMMON = dict(samples=8, temperature=1.0, refills=2, lr=1e-6, schedule="constant", beta2=0.999, prompt="full", micro_tokens=32768, checkpointing=True,
+              checkpoint_seconds=900.0)
 PRESETS = {
     "mhqa": dict(COMMON, prompts=64, minibatches=1, turns=8, new_tokens=2048, total_tokens=10240, warmup_steps=3, weight_decay=0.01, topk=3),
     "web": dict(COMMON, prompts=64, minibatches=1, turns=25, new_tokens=8192, total_tokens=32768, warmup_steps=3, weight_decay=0.1,
@@ -170,14 +172,21 @@ def rollout(chosen, sampler, tokenizer, ranks, args, step):
     mine = [(group, task, first + j) for group, task, first in chosen[ranks.rank::ranks.world] for j in range(args.samples)]
     episodes = sampler.rollout([make_request(task, sample, tokenizer, args, cap) for _, task, sample in mine],
                                temperature=args.temperature, step=step, training=True)
+    rewards = judged((reward, task, episode, cap, args.format_reward, args.overlong_buffer, args.overlong_filter)
+                     for (_, task, _), episode in zip(mine, episodes))
     rows = []
-    for (group, task, sample), episode in zip(mine, episodes):
-        value, score = reward(task, episode, cap, args.format_reward, args.overlong_buffer, args.overlong_filter)
+    for (group, task, sample), episode, (value, score) in zip(mine, episodes, rewards):
         rows.append({"group": group, "task_id": task.id, "sample": sample, "suite": task.data_source, "reward": value, "score": score,
                      "end_reason": episode.end_reason, "turns": episode.turns, "tool_calls": episode.tool_calls,
                      "violations": episode.violations, "text": episode.text, "ids": torch.tensor(episode.ids, dtype=torch.int32),
                      "loss_mask": torch.tensor(episode.source) == SAMPLED, "sampler_logprobs": torch.tensor(episode.logprobs)})
     return sorted(gather_lists(rows), key=lambda row: (row["group"], row["sample"]))
+
+
+def judged(calls):
+    """The results of calls (function, *arguments), in order, eight at a time: a program under test may take minutes."""
+    with ThreadPoolExecutor(8) as pool:
+        return [future.result() for future in [pool.submit(*call) for call in calls]]
 
 
 def collect(tasks, cursor, sampler, tokenizer, ranks, args, step):
@@ -216,7 +225,8 @@ def dev_scores(tasks, sampler, tokenizer, ranks, args, step):
     mine = tasks[ranks.rank::ranks.world]
     cap = token_cap(step, args.total_tokens, args.curriculum)
     episodes = sampler.rollout([make_request(task, 0, tokenizer, args, cap) for task in mine], temperature=0.0)
-    scores = gather_lists([(task.data_source, grade(task, episode.text).score) for task, episode in zip(mine, episodes)])
+    grades = judged((grade, task, episode.text) for task, episode in zip(mine, episodes))
+    scores = gather_lists([(task.data_source, result.score) for task, result in zip(mine, grades)])
     return {"dev": mean(score for _, score in scores), "dev_by_suite": by_suite(scores)}
 
 
@@ -297,7 +307,7 @@ def policy_backward(model, rows, ranks, args):
     total, widest = 0.0, torch.zeros((), device=ranks.device)
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=ranks.device)
     for numbers in micro_batches([len(row["ids"]) for row in rows], args.micro_tokens, ranks.world)[ranks.rank]:
-        batch = collate([rows[i] for i in numbers] or [zero_weight_row(rows[0])], ranks.device)
+        batch = collate([rows[i] for i in numbers] or [zero_weight_row([*rows[0], *(["ref_logprobs"] if args.kl else [])])], ranks.device)
         logprobs, entropy = forward_logprobs(model, batch, args.temperature, entropy=True)      # (B, T-1) each
         old = sampler = batch["sampler_logprobs"][:, 1:]
         weights = None
@@ -344,11 +354,6 @@ def update(model, reference, optimizer, minibatches, ranks, args):
 
 
 TRACE_KEYS = ("task_id", "sample", "suite", "reward", "score", "end_reason", "turns", "tool_calls", "violations", "text")
-
-
-def clean(metrics):
-    """JSON has neither NaN nor infinity: null in their place."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in metrics.items()}
 
 
 def rollout_metrics(rows, kept, refills):
@@ -414,25 +419,26 @@ def parse_arguments(argv=None):
     add_common_arguments(parser, "runs/demo/rl", tasks=["data/tasks/rl.jsonl"], model="runs/demo/sft/model")
     group = parser.add_argument_group("rollout")
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
-    group.add_argument("--prompts", type=int, default=16, help="questions a step (default %(default)s)")
-    group.add_argument("--samples", type=int, default=8, help="episodes a question (default %(default)s)")
+    group.add_argument("--prompts", type=positive, default=16, help="questions a step (default %(default)s)")
+    group.add_argument("--samples", type=positive, default=8, help="episodes a question, 2 at least (default %(default)s)")
     group.add_argument("--refills", type=int, default=1, help="further rounds for groups without spread (default %(default)s)")
     group.add_argument("--temperature", type=float, default=0.7, help="of sampling and of the loss (default %(default)s)")
     group.add_argument("--prompt", choices=["brief", "full"], default="brief", help="brief for tiny models (default %(default)s)")
-    group.add_argument("--turns", type=int, default=8, help="generations an episode may have (default %(default)s)")
-    group.add_argument("--new-tokens", type=int, default=128, help="tokens in one generation (default %(default)s)")
-    group.add_argument("--total-tokens", type=int, default=1024, help="tokens of an episode, prompt included (default %(default)s)")
+    group.add_argument("--turns", type=positive, default=8, help="generations an episode may have (default %(default)s)")
+    group.add_argument("--new-tokens", type=positive, default=128, help="tokens in one generation (default %(default)s)")
+    group.add_argument("--total-tokens", type=positive, default=1024, help="tokens of an episode, prompt included (default %(default)s)")
     group.add_argument("--curriculum", type=curriculum_step, nargs="*", default=[], metavar="STEP:TOKENS", help="from a step on, another cap")
     group.add_argument("--episode-seconds", type=float, default=3600.0, help="longest episode (default %(default)s)")
     group.add_argument("--force-answer", action="store_true", help="the last turn begins with <answer>")
-    group.add_argument("--slots", type=int, default=128, help="episodes that run at once on a rank (default %(default)s)")
+    group.add_argument("--slots", type=positive, default=128, help="episodes that run at once on a rank (default %(default)s)")
+    group.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="rows rejoin by decode steps, not by the clock (default: on a CPU)")
     group = parser.add_argument_group("reward")
     group.add_argument("--format-reward", action="store_true", help="times 1 if the episode is grammatical, else 0")
     group.add_argument("--overlong-buffer", type=float, default=0.0, help="share of the cap over which length is punished, 0 to -1")
     group.add_argument("--overlong-filter", action="store_true", help="leave out episodes that a cap cut off")
     group = parser.add_argument_group("update")
-    group.add_argument("--steps", type=int, default=80, help="rollout-update rounds (default %(default)s)")
-    group.add_argument("--minibatches", type=int, default=1, help="optimiser steps a round (default %(default)s)")
+    group.add_argument("--steps", type=positive, default=80, help="rollout-update rounds (default %(default)s)")
+    group.add_argument("--minibatches", type=positive, default=1, help="optimiser steps a round (default %(default)s)")
     group.add_argument("--lr", type=float, default=4e-4, help="learning rate (default %(default)s)")
     group.add_argument("--warmup-steps", type=int, default=3, help="rounds of linear warm-up (default %(default)s)")
     group.add_argument("--schedule", choices=["constant", "linear", "cosine"], default="linear", help="after it (default %(default)s)")
@@ -447,13 +453,15 @@ def parse_arguments(argv=None):
     group.add_argument("--tis", type=float, default=0.0, help="old log-probs from the trainer, times importance weights cut at this")
     group = parser.add_argument_group("evaluation")
     group.add_argument("--dev", nargs="+", help="held-out tasks (default: data/tasks/dev.jsonl with the built-in --tasks, else none)")
-    group.add_argument("--eval-tasks", type=int, default=240, help="how many of them (default %(default)s)")
+    group.add_argument("--eval-tasks", type=positive, default=240, help="how many of them (default %(default)s)")
     group.add_argument("--eval-every", type=int, default=20, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
     add_tool_arguments(parser)
     scale = add_scale_arguments(parser, micro_tokens=4096)
     scale.add_argument("--swap", action="store_true", help="while sampling keep the trainer in CPU memory, while training the sampler's copy")
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(argv)[0].preset, {}))
     args = parser.parse_args(argv)
+    if args.samples < 2:
+        parser.error("argument --samples: expected 2 at least: an advantage is a difference within a group")
     if args.dev is None:
         args.dev = ["data/tasks/dev.jsonl"] if args.tasks == parser.get_default("tasks") else []
     return args
@@ -469,8 +477,8 @@ if __name__ == "__main__":
     # The run folder: new, to be resumed, or done
     if not Path(args.model).exists() and args.model == "runs/demo/sft/model":
         raise InputError(f"{args.model}: no such directory; `python sft.py` makes it")
-    tasks = [task for path in args.tasks for task in load_tasks(path)]
-    dev = pick_dev([task for path in args.dev for task in load_tasks(path)], args.eval_tasks) if args.eval_every and args.dev else []
+    tasks = load_tasks(args.tasks)
+    dev = pick_dev(load_tasks(args.dev), args.eval_tasks) if args.eval_every and args.dev else []
     toolbox = make_toolbox(args)                                    # before the folder: a corpus that cannot be read leaves nothing behind
     config = run_config(args, [*args.tasks, *(args.dev if dev else []), args.model, args.corpus], ignore=["swap", "slots"])
     owns = ("checkpoint", "best", "last", "metrics.jsonl", "traces.jsonl")
@@ -487,11 +495,14 @@ if __name__ == "__main__":
     optimizer = make_optimizer(model, args.lr, args.beta2, args.weight_decay)
     loaded = load_checkpoint(out / "checkpoint", model, optimizer)
     state = loaded or {"step": 0, "cursor": 0, "best_step": None, "best": -1.0}
+    if loaded and state["best_step"] == state["step"]:               # killed before best/ was written, perhaps: these are its weights
+        export_model(model, tokenizer, out / "best")
     log, traces = (MetricLog(out / name, keep=state["step"] if loaded else None) for name in ("metrics.jsonl", "traces.jsonl"))
     history = [row for row in read_jsonl(out / "metrics.jsonl") if row["step"]] if ranks.is_main else []
     copy = rollout_copy(model, ranks)
     longest = max([args.total_tokens, *(tokens for _, tokens in args.curriculum)])
-    sampler = Sampler(copy, tokenizer, toolbox, slots=args.slots, max_len=longest, seed=args.seed, force_answer=args.force_answer)
+    sampler = Sampler(copy, tokenizer, toolbox, slots=args.slots, max_len=longest, seed=args.seed, deterministic=args.deterministic,
+                      force_answer=args.force_answer)
     if ranks.is_main:
         print(f"{len(tasks)} tasks, {len(dev)} held out for evaluation; rounds {state['step']} to {args.steps} of {args.prompts} x {args.samples} "
               f"episodes on {ranks.world} x {ranks.device.type}")
@@ -525,17 +536,17 @@ if __name__ == "__main__":
             metrics |= rollout_metrics(rows, kept, refills) | figures | {
                 "lr": optimizer.param_groups[0]["lr"], "rollout_seconds": rollout_seconds, "update_seconds": update_seconds,
                 "sampled_per_second": sum(int(row["loss_mask"].sum()) for row in rows) / rollout_seconds}
-            traces.log(*(clean({"step": step, "advantage": value, **{key: row[key] for key in TRACE_KEYS}})
-                         for row, value in zip(rows, values.tolist())))
+            traces.log(*({"step": step, "advantage": value, **{key: row[key] for key in TRACE_KEYS}} for row, value in zip(rows, values.tolist())))
 
-        # Evaluation, best and last weights
+        # Evaluation
+        better = False
         if dev and (step % args.eval_every == 0 or step == args.steps):
             to_rollout(copy, model, optimizer, args)
             metrics |= dev_scores(dev, sampler, tokenizer, ranks, args, step)
             to_training(copy, model, optimizer, args)
-            if metrics["dev"] > state["best"]:
+            better = metrics["dev"] > state["best"]
+            if better:
                 state.update(best=metrics["dev"], best_step=step)
-                export_model(model, tokenizer, out / "best")
         metrics = clean(metrics)
         if step > 0:
             metrics["warnings"] = warnings(metrics, history)
@@ -547,9 +558,11 @@ if __name__ == "__main__":
                 tqdm.write(f"round {step}: {line}")
             progress.set_postfix_str(summary(metrics, state))
         state["step"] = step
-        if checkpoint_due(saved_at, args.checkpoint_seconds) or step == args.steps:
+        if better or checkpoint_due(saved_at, args.checkpoint_seconds) or step == args.steps:
             save_checkpoint(out / "checkpoint", step, model, optimizer, {key: value for key, value in state.items() if key != "step"})
             saved_at = time.monotonic()
+        if better:                                                  # after the checkpoint that says so
+            export_model(model, tokenizer, out / "best")
     progress.close()
     toolbox.close()
 

@@ -31,14 +31,15 @@ from coa_format import encode, observation, prompt_ids, reject_reason, truncate
 from hf import InputError, exit_on_input_error
 from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, read_jsonl, run_config, save_checkpoint, setup,
-                      start_run, teardown)
+                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, positive, read_jsonl, run_config, save_checkpoint,
+                      setup, start_run, teardown)
 
 # The paper's hyper-parameters (section 4.1.1 and 4.2.1; warm-up of mhqa from the official script). Batch and epochs are the paper's.
+COMMON = dict(max_len=32768, micro_tokens=32768, beta2=0.999, checkpointing=True, checkpoint_seconds=900.0)
 PRESETS = {
-    "mhqa": dict(lr=1.4e-5, batch=256, epochs=2.5, warmup=0.03, max_len=32768, micro_tokens=32768, beta2=0.999, checkpointing=True),
-    "web": dict(lr=1.4e-5, batch=256, epochs=2.5, warmup=0.1, max_len=32768, micro_tokens=32768, beta2=0.999, checkpointing=True),
-    "code": dict(lr=3e-5, batch=32, epochs=2.0, warmup=0.1, max_len=32768, micro_tokens=32768, beta2=0.999, checkpointing=True),
+    "mhqa": dict(COMMON, lr=1.4e-5, batch=256, epochs=2.5, warmup=0.03),
+    "web": dict(COMMON, lr=1.4e-5, batch=256, epochs=2.5, warmup=0.1),
+    "code": dict(COMMON, lr=3e-5, batch=32, epochs=2.0, warmup=0.1),
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,16 +67,21 @@ def read_rows(path):
 
 def row_texts(row, place):
     """One row -> (prompt text, response text)."""
+    if not isinstance(row, dict):
+        raise InputError(f"{place}: expected an object, found {type(row).__name__}")
     if "messages" in row:
         return message_texts(row["messages"], place)
-    for field in ("instruction", "output"):
-        if not isinstance(row.get(field), str) or not row[field].strip():
+    for field in ("instruction", "input", "output"):
+        value = row.get(field) or ""
+        if not isinstance(value, str) or field != "input" and not value.strip():
             raise InputError(f"{place}: field '{field}': expected text (rows have instruction, input, output, or messages)")
     return row["instruction"] + ("\n" + row["input"] if row.get("input") else ""), row["output"]
 
 
 def message_texts(messages, place):
     """Chat messages -> (prompt, response): [system,] user, assistant, (tool, assistant)*. Tool messages become observation blocks."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
+        raise InputError(f"{place}: field 'messages': expected a list of messages with role and content, both text")
     roles = [message.get("role") for message in messages]
     start = 1 if roles[:1] == ["system"] else 0
     if roles[start:start + 1] != ["user"] or roles[start + 1:] != (["assistant", "tool"] * len(roles))[:len(roles) - start - 1] \
@@ -184,15 +190,15 @@ def parse_arguments(argv=None):
     group = parser.add_argument_group("training")
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
     group.add_argument("--epochs", type=float, default=3.0, help="passes over the rows (default %(default)s)")
-    group.add_argument("--steps", type=int, help="stop after this many optimiser steps instead")
-    group.add_argument("--batch", type=int, default=8, help="rows in an optimiser step, over all ranks (default %(default)s)")
+    group.add_argument("--steps", type=positive, help="stop after this many optimiser steps instead")
+    group.add_argument("--batch", type=positive, default=8, help="rows in an optimiser step, over all ranks (default %(default)s)")
     group.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     group.add_argument("--warmup", type=float, default=0.05, help="share of the steps that warm up (default %(default)s)")
     group.add_argument("--schedule", choices=["cosine", "linear"], default="cosine", help="after warm-up (default %(default)s)")
     group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's weight decay (default %(default)s)")
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
-    group.add_argument("--max-len", type=int, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
+    group.add_argument("--max-len", type=positive, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
     group.add_argument("--validation-rows", type=int, default=64, help="rows held out, at most a tenth (default %(default)s)")
     group.add_argument("--eval-every", type=int, default=100, help="steps between validations; 0: only at the end (default %(default)s)")
     add_scale_arguments(parser, micro_tokens=4096)
@@ -226,12 +232,14 @@ if __name__ == "__main__":
     held_out = set(stream(0, min(args.validation_rows, len(rows) // 10), len(rows), args.seed))
     validation = [rows[i] for i in sorted(held_out)]
     rows = [row for i, row in enumerate(rows) if i not in held_out]
+    kept = f"{len(rows) + len(validation)} rows, {len(validation)} of them held out; " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
     if not rows:
-        raise InputError(f"{', '.join(args.tasks)}: no rows to train on")
+        raise InputError(f"{', '.join(args.tasks)}: no rows to train on ({kept}; --max-len {args.max_len})")
     steps = args.steps or math.ceil(args.epochs * len(rows) / args.batch)
     if ranks.is_main:
-        print(f"{len(rows) + len(validation)} rows, {len(validation)} of them held out; "
-              + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
+        print(kept)
+        if counts["cut"] > 0.2 * len(texts):
+            print(f"warning: {counts['cut']} of {len(texts)} rows are longer than --max-len {args.max_len} and were cut: their answers are not trained")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Model, optimiser, and where we stand

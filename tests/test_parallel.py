@@ -2,6 +2,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -81,12 +82,12 @@ def test_fingerprint_follows_contents_and_names(tmp_path):
 def test_metric_log_is_cut_back_to_the_checkpoint(tmp_path):
     log = MetricLog(tmp_path / "m.jsonl")
     for step in range(1, 6):
-        log.log({"step": step}, {"step": step, "second": True})
+        log.log({"step": step, "loss": math.nan}, {"step": step, "text": "a\u2028b\x85c"})      # lines for str.splitlines, not for JSON
     with open(tmp_path / "m.jsonl", "a") as file:
         file.write('{"step": 6, "lo')                            # killed in the middle of a line
     log = MetricLog(tmp_path / "m.jsonl", keep=3)
     log.log({"step": 4, "again": True})
-    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 1, 2, 2, 3, 3, 4]
+    assert [row["step"] for row in read_jsonl(tmp_path / "m.jsonl")] == [1, 1, 2, 2, 3, 3, 4] and "NaN" not in (tmp_path / "m.jsonl").read_text()
     MetricLog(tmp_path / "m.jsonl")
     assert read_jsonl(tmp_path / "m.jsonl") == []
 
@@ -178,6 +179,15 @@ def test_stop_and_resume_equals_going_on_bit_for_bit(tmp_path):
         assert torch.equal(a, b), name
 
 
+def test_a_checkpoint_changes_nothing_even_before_the_first_step(tmp_path):
+    models = small_model(), small_model()
+    for model, saves in zip(models, (True, False)):
+        optimizer = make_optimizer(model, 1e-2, 0.95, 0.1)
+        save_checkpoint(tmp_path, 0, model, optimizer, {}) if saves else None
+        train(model, optimizer, 2)
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
+
+
 def test_only_the_newest_complete_checkpoint_counts(tmp_path):
     model = small_model()
     optimizer = make_optimizer(model, 1e-2, 0.95, 0.0)
@@ -207,8 +217,14 @@ import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 from parallel import *
-from test_parallel import gradients
+from test_parallel import gradients, small_model
 ranks = setup()
+if ranks.is_main:
+    model = small_model()
+    model.generation_config = {{"eos_token_id": [1, 2]}}
+    save_model(model, None, "{out}/model")
+from_rank_0(None)
+assert load_trainable("{out}/model", ranks).generation_config == {{"eos_token_id": [1, 2]}}
 for dtype in ("float64", "float32"):
     for shards in (1, 2):                      # 1: whole copies, as DDP; 2: FSDP2
         found = gradients(dtype, ranks, shards)
@@ -279,6 +295,10 @@ def test_plan_script_prints_the_parts_and_the_options(tmp_path):
     command = [sys.executable, str(ROOT / "parallel.py"), "--plan", str(tmp_path), "--gpus", "8", "--seq", "256"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "KV cache" in done.stdout and "fits with --micro-tokens 256 --shards 8 --slots 64" in done.stdout, done
+    for wrong, line in ((["--gpus", "0"], "argument --gpus: expected a whole number from 1 on, got '0'"), (["--plan", __file__], "not valid JSON"),
+                        (["--plan", str(ROOT / "data")], "data/config.json: no such file")):
+        done = subprocess.run([*command, *wrong], capture_output=True, text=True)
+        assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr, done
     done = subprocess.run([*command, "--memory", "1"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: nothing fits"), done
 

@@ -222,6 +222,20 @@ def test_minibatches_of_tis_take_the_trainers_own_old_logprobs():
 # ---------------------------------------------------------------- invariance
 
 
+def test_with_kl_an_idle_rank_takes_part():
+    """Three rows that each fill a micro-batch, two ranks, one after the other: rank 1 enters its second micro-batch with a row of weight zero."""
+    model, args, gradients = enumerable_model(), options("--kl", 0.3, micro_tokens=1), []
+    for world in (1, 2):
+        model.zero_grad()
+        for rank in range(world):
+            ranks = Ranks(rank, world, world, torch.device("cpu"))
+            rows = [{key: value for key, value in row.items() if key != "ref_logprobs"} for row in random_rows(model, lengths=(5, 4, 3))]
+            rl.add_logprobs(enumerable_model(seed=1), rows, "ref_logprobs", ranks, args)
+            rl.policy_backward(model, rows, ranks, args)
+        gradients.append(flat_gradient(model) / world)                                          # FSDP takes the mean over ranks
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) and gradients[0].norm() > 0
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_gradient_does_not_depend_on_micro_batches_order_or_padding(dtype, tolerance):
     model = enumerable_model(vocab=30, dtype=dtype)
@@ -304,6 +318,12 @@ def test_warnings_name_what_left_its_range():
     assert rl.warnings(fine, broken) == []
 
 
+def test_a_group_of_one_is_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        rl.parse_arguments(["--samples", "1"])
+    assert error.value.code == 2 and "--samples: expected 2 at least" in capsys.readouterr().err
+
+
 def test_dev_tasks_are_spread_over_the_suites():
     tasks = [Task(f"{suite}{i}", "q", "a", suite, "mhqa") for suite, n in (("mhqa", 50), ("web", 3), ("math", 20)) for i in range(n)]
     suites = [task.data_source for task in rl.pick_dev(tasks, 15)]
@@ -363,17 +383,28 @@ def test_script_improves_the_reward_keeps_traces_and_exports(world):
     assert "done, --fresh to redo" in run(world, "rl.py", *options)
 
 
+KILL_BEFORE_BEST = """
+import os, signal, parallel
+replace = parallel.replace_directory
+def dying(path, write):
+    if path.name == "best":
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(path, write)
+parallel.replace_directory = dying
+"""
+
+
 @pytest.mark.long
 def test_killed_at_any_moment_the_same_command_gives_the_same_bits(world):
     run(world, "rl.py", *OPTIONS, "--steps", 8, "--out", "straight")
-    for code in KILLS.values():
+    for code in (KILL_BEFORE_BEST, *KILLS.values()):                       # the first: best/ of round 0 is not there yet
         run(world, "rl.py", *OPTIONS, "--steps", 8, "--out", "killed", code=code, expect=-9)
     run(world, "rl.py", *OPTIONS, "--steps", 8, "--out", "killed", kill_after=random.uniform(2, 10))
     run(world, "rl.py", *OPTIONS, "--steps", 8, "--out", "killed")
     for name in ("metrics.jsonl", "traces.jsonl"):
         assert timeless(world / "straight" / name) == timeless(world / "killed" / name)
     assert sum(row.get("updates", 0) for row in read_jsonl(world / "straight" / "metrics.jsonl")) > 3
-    for name in ("model", "last"):
+    for name in ("model", "last", "best"):
         a, b = (load_model(world / folder / name).state_dict() for folder in ("straight", "killed"))
         assert all(torch.equal(a[key], b[key]) for key in a)
 

@@ -124,11 +124,16 @@ def test_three_kinds_of_row_give_the_same_text(tmp_path):
 @pytest.mark.parametrize("row, message", [
     ({"instruction": "q", "output": 3}, "row 1: field 'output': expected text"), ({"output": "x"}, "row 1: field 'instruction'"),
     ({"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}]}, "row 1: field 'messages': expected roles"),
-    ({"messages": [{"role": "user", "content": "q"}]}, "row 1: field 'messages': expected roles")])
+    ({"messages": [{"role": "user", "content": "q"}]}, "row 1: field 'messages': expected roles"),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}, "row 1: field 'messages': expected a list of messages"),
+    ({"messages": "q"}, "row 1: field 'messages': expected a list of messages"), ({"instruction": "q", "input": ["x"], "output": "y"}, "row 1: field 'input'")])
 def test_a_bad_row_is_named(tmp_path, row, message):
     write_jsonl(tmp_path / "bad.jsonl", [row])
     with pytest.raises(InputError, match=message):
         sft.read_rows(tmp_path / "bad.jsonl")
+    write_atomic(tmp_path / "bad.json", '["text"]')
+    with pytest.raises(InputError, match="bad.json: row 1: expected an object"):
+        sft.read_rows(tmp_path / "bad.json")
 
 
 # ---------------------------------------------------------------- order and schedule
@@ -207,6 +212,8 @@ def test_script_trains_exports_and_names_what_changed(world):
     assert "validation_loss" in log[4] and "validation_loss" in log[-1] and "held out" in output
     assert load_tokenizer(world / "smoke" / "model").eos_token
     assert load_model(world / "smoke" / "model").config.hidden_size == 32
+    assert "no rows to train on (" in (line := run(world, "sft.py", *OPTIONS, "--out", "short", "--max-len", 20, expect=2)) and "dropped: no trained token" in line
+    assert "rows are longer than --max-len 60 and were cut" in run(world, "sft.py", *OPTIONS, "--steps", 1, "--out", "cut", "--max-len", 60)
     assert "error: smoke was made with other options: lr (0.003 -> 0.1)" in run(world, "sft.py", *OPTIONS, "--out", "smoke", "--lr", 0.1, expect=2)
 
 
