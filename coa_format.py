@@ -318,10 +318,12 @@ def code_blocks(argument):
 
 
 def reflection_scores(text):
-    """Grades in a reflection -> {criterion: "good" | "average" | "poor"} ("fair" is average, the last one counts), {} where it gives none."""
-    found = re.findall(r"(?i)\b(information|tool|trajectory)[ _-](?:conflict|effectiveness|monitoring)\W{1,8}(good|average|fair|poor)\b", text)
-    names = {name.split("_")[0]: name for name in CRITERIA}
-    return {names[name.lower()]: grade.lower().replace("fair", "average") for name, grade in found}
+    """Grades in a reflection -> {criterion: "good" | "average" | "poor"} ("fair" is average, the last one counts), {} where it gives none.
+    The criteria have the official names or, with a colon behind them, those of our own teacher: conflict, tools, progress."""
+    found = re.findall(r"(?i)\b(?:(information|tool|trajectory)[ _-](?:conflict|effectiveness|monitoring)\W{1,8}"
+                       r"|(conflict|tools|progress)\W{0,3}:\W{0,4})(good|average|fair|poor)\b", text)
+    names = dict(zip(("information", "tool", "trajectory", "conflict", "tools", "progress"), CRITERIA * 2))
+    return {names[(official or own).lower()]: grade.lower().replace("fair", "average") for official, own, grade in found}
 
 
 def double_check_score(text):

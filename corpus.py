@@ -21,6 +21,7 @@ import re
 import sqlite3
 import threading
 import unicodedata
+import zlib
 from pathlib import Path
 
 from hf import InputError, exit_on_input_error
@@ -133,26 +134,35 @@ def url_key(url: str) -> str:
     return re.sub(r"^(https?://)?(www\.)?", "", url.strip(), flags=re.I).split("#")[0].rstrip("/").casefold()
 
 
+def corpus_lines(corpus: Path):
+    """Yields (number, line as bytes); InputError where the file cannot be read or unpacked."""
+    try:
+        with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rb") as f:
+            yield from enumerate(f, 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{corpus}: cannot be read: {error}") from None
+
+
 def corpus_rows(corpus: Path):
     """Yields (title, url, passages) for each row; InputError names file, line and field."""
-    with (gzip.open if corpus.suffix == ".gz" else open)(corpus, "rb") as f:
-        for number, line in enumerate(f, 1):
+    for number, line in corpus_lines(corpus):
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError:                                 # not JSON, or not UTF-8
+            raise InputError(f"{corpus}:{number}: expected one JSON object a line, in UTF-8") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
+        row["url"] = row.get("url") or f"https://corpus.local/{row.get('id', number)}"
+        for field in ("contents", "url") if "contents" in row else ("title", "text", "url"):
             try:
-                row = json.loads(line.decode("utf-8"))
-            except ValueError:                             # not JSON, or not UTF-8
-                raise InputError(f"{corpus}:{number}: expected one JSON object a line, in UTF-8") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
-            text_field = "contents" if "contents" in row else "text"
-            for field in ("title", text_field) if text_field == "text" else (text_field,):
-                if not isinstance(row.get(field), str):
-                    raise InputError(f"{corpus}:{number}: field '{field}': expected a string, found {row.get(field)!r:.40}")
-            if text_field == "contents":
-                title, _, text = row["contents"].partition("\n")
-                passages = [text]
-            else:
-                title, passages = row["title"], split_passages(row["text"])
-            yield title, row.get("url") or f"https://corpus.local/{row.get('id', number)}", passages
+                row[field].encode()                        # fails for half a surrogate pair, which SQLite cannot hold
+            except (KeyError, AttributeError, UnicodeEncodeError):
+                raise InputError(f"{corpus}:{number}: field '{field}': expected a text, found {row.get(field)!r:.40}") from None
+        if "contents" in row:
+            title, _, text = row["contents"].partition("\n")
+            yield title, row["url"], [text]
+        else:
+            yield row["title"], row["url"], split_passages(row["text"])
 
 
 def split_passages(text: str, words: int = 100) -> list:

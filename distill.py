@@ -37,13 +37,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from coa_format import (PROFILES, TOOLS, Segment, check, code_blocks, double_check_score, inert, parse, prompt, prompt_ids,
                         render, reveal)
 from data.scripted import Scripted
 from llm import LLM, LLMError
-from hf import exit_on_input_error
+from hf import InputError, exit_on_input_error
 from model import load_model, load_tokenizer
 from parallel import add_common_arguments, from_rank_0, gather_lists, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
@@ -135,6 +136,9 @@ class Trace:
     problems: list = field(default_factory=list)       # of `revalidate`
 
 
+REFUSED = re.compile("HTTP (400|413|422)")                 # in an LLMError: the server is there, but does not take this request
+
+
 class Teacher:
     """The team at work on one question. chat(role, messages) -> text is its only intelligence; session its only access to the world."""
 
@@ -211,7 +215,7 @@ class Teacher:
             try:
                 step = self.ask(name)
             except LLMError as error:
-                if not re.search(r"HTTP (400|413|422)", str(error)):
+                if not REFUSED.search(str(error)):
                     raise
                 return steps, "refused"
             if step.tag in self.profile.tools:
@@ -356,7 +360,15 @@ def chat_backend(args, llm):
 
     def server(task, sample):
         seed = int.from_bytes(hashlib.sha256(f"{args.seed}|{task.id}|{sample}".encode()).digest()[:4], "big") >> 1
-        return lambda role, messages: llm.chat(messages, temperature=args.temperature, max_tokens=args.max_reply_tokens, seed=seed)
+
+        def chat(role, messages):
+            try:
+                return llm.chat(messages, temperature=args.temperature, max_tokens=args.max_reply_tokens, seed=seed)
+            except LLMError as error:
+                if REFUSED.search(str(error)) and not llm.usage["calls"]:         # never an answer yet: the options are wrong, not one history
+                    raise InputError(f"--teacher refuses the first request (--teacher-model, --max-reply-tokens?), task {task.id}: {error}") from None
+                raise
+        return chat
     return server
 
 
@@ -401,8 +413,9 @@ def chain_steps(chain, profile):
 
 def student_episodes(jobs, sampler, label, args):
     """A local checkpoint as its own teacher: [(task, sample)] -> [Trace], all decoded together."""
-    requests = [Request(prompt_ids(task_prompt(task, args), sampler.tokenizer), task.agent, task.id, sample, Limits(turns=args.max_acts),
-                        task.question) for task, sample in jobs]
+    limits = Limits(args.max_acts, args.max_reply_tokens)
+    requests = [Request(prompt_ids(task_prompt(task, args), sampler.tokenizer), task.agent, task.id, sample, limits, task.question)
+                for task, sample in jobs]
     traces = []
     for (task, sample), episode in zip(jobs, sampler.rollout(requests, temperature=args.temperature)):
         trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, chain_steps(episode.text, task.agent),
@@ -509,8 +522,10 @@ def pass_filter(traces, least=0.0, most=1.0):
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Options
 
-PRESETS = {"mhqa": {"prompt": "full", "max_acts": 24, "topk": 3}, "web": {"prompt": "full", "max_acts": 48, "web_topk": 10},
-           "code": {"prompt": "full", "max_acts": 24, "code_memory_mb": 5000}}
+PRESETS = {                                                # tokens as in rl.py
+    "mhqa": {"prompt": "full", "max_acts": 24, "max_reply_tokens": 2048, "total_tokens": 10240, "topk": 3},
+    "web": {"prompt": "full", "max_acts": 48, "max_reply_tokens": 8192, "total_tokens": 32768, "web_topk": 10},
+    "code": {"prompt": "full", "max_acts": 24, "max_reply_tokens": 16384, "total_tokens": 20480, "code_memory_mb": 5000}}
 
 
 def parse_arguments(argv=None):
@@ -526,7 +541,7 @@ def parse_arguments(argv=None):
     group.add_argument("--slots", type=int, default=64, help="episodes of a checkpoint decoded at the same time (default %(default)s)")
     group.add_argument("--total-tokens", type=int, default=768, help="prompt and chain of a checkpoint (default %(default)s)")
     group.add_argument("--temperature", type=float, default=1.0, help="of a server or checkpoint (default %(default)s)")
-    group.add_argument("--max-reply-tokens", type=int, default=512, help="a reply of a server's model (default %(default)s)")
+    group.add_argument("--max-reply-tokens", type=int, default=512, help="a reply of a server, a turn of a checkpoint (default %(default)s)")
     group.add_argument("--workers", type=int, default=4, help="episodes at the same time, but for a checkpoint (default %(default)s)")
     group.add_argument("--mistakes", type=float, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
     group.add_argument("--reflect", type=float, default=0.35, help="scripted: share with a reflection without need (default %(default)s)")
@@ -552,13 +567,16 @@ if __name__ == "__main__":
     args = parse_arguments()
     out, served = Path(args.out), args.teacher.startswith(("http://", "https://"))
     local = not served and args.teacher != "scripted"
+    if args.pass_filter and args.no_tools and args.teacher == "scripted":
+        raise InputError("--pass-filter --no-tools asks a model what it knows: give --teacher URL or DIR; the scripted one reads the solution")
     label = f"{args.teacher_model} at {args.teacher}" if served else args.teacher if local else "scripted, reads the solution"
 
     # -------------------------------------------------------------------------------------------------------------------------------
     # The run folder, the tasks, the teacher
     ranks = setup()
-    tasks = [task for path in args.tasks for task in load_tasks(path)]
+    tasks = load_tasks(args.tasks)
     tasks = tasks[:args.limit or len(tasks)]
+    toolbox = make_toolbox(args, {task.agent for task in tasks})         # before the folder: what cannot run leaves nothing behind
     result = "tasks.jsonl" if args.pass_filter else "report.md"
     config = run_config(args, [*args.tasks, args.corpus, *([args.teacher] if local else [])], ignore=("workers",))
     if start_run(out, config, args.fresh, result, owns=("traces.jsonl", "sft.jsonl", "funnel.json", "progress")) == "done":
@@ -566,9 +584,9 @@ if __name__ == "__main__":
         print(f"{out / result} is there: done, --fresh to redo")
         teardown()
         raise SystemExit(0)
-    toolbox = make_toolbox(args)
     if local:
-        sampler = Sampler(load_model(args.teacher, device=ranks.device), load_tokenizer(args.teacher), toolbox, slots=args.slots,
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        sampler = Sampler(load_model(args.teacher, dtype=dtype, device=ranks.device), load_tokenizer(args.teacher), toolbox, slots=args.slots,
                           max_len=args.total_tokens, seed=args.seed)
         produce, workers, batch = lambda jobs: student_episodes(jobs, sampler, label, args), 1, 2 * args.slots
     else:
@@ -587,6 +605,8 @@ if __name__ == "__main__":
     if not ranks.is_main:
         teardown()
         raise SystemExit(0)
+    if traces and all(trace.end == "refused" for trace in traces):
+        raise InputError(f"{args.teacher} refused a request of every episode, as for a context that is too short; --fresh asks again")
     write_jsonl(out / "traces.jsonl", [asdict(trace) for trace in traces])
 
     # -------------------------------------------------------------------------------------------------------------------------------

@@ -29,16 +29,16 @@ from pathlib import Path
 
 import torch
 
-from coa_format import (ENVIRONMENT, PROFILES, SAMPLED, TOOLS, Profile, double_check_score, encode, find_answer, find_calls, observation,
-                        parse, prompt, prompt_ids)
-from distill import Teacher, Trace, to_chain
-from llm import LLM, LLMError
+from coa_format import (ENVIRONMENT, PROFILES, SAMPLED, TOOLS, Profile, double_check_score, encode, find_answer, find_calls, find_profile,
+                        observation, parse, prompt, prompt_ids)
+from distill import REFUSED, Teacher, Trace, to_chain
 from hf import InputError, exit_on_input_error, local_directory
+from llm import LLM, LLMError
 from model import load_model, load_tokenizer
 from parallel import add_common_arguments, fingerprint, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
-from report import by_question, check_report, mean, scores, write_report
+from report import by_question, check_report, commit, mean, scores, write_report
 from sampler import Limits, Request, Sampler
-from tasks import grade, load_tasks
+from tasks import Task, grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
 
 DEMO_MODELS = {"base": ("data/base", "part of the project"), "sft": ("runs/demo/sft/model", "make it with `python sft.py`"),
@@ -59,7 +59,7 @@ WITHOUT_EFFECT = ("out", "fresh", "tasks", "limit", "subset", "agent", "model", 
 def stage_profile(agent, method, declared=()):
     """Name of the profile that a method makes of a task's profile, entered in PROFILES when it is new. declared: tools to offer in addition,
     so that one sees whether a model uses a tool it was not trained on (paper section 5.2)."""
-    old = PROFILES[agent]
+    old = find_profile(agent)
     if method == "react":
         name, tools = f"react_{agent}", " ".join(old.tools)
         PROFILES[name] = Profile(name, ("think", *old.tools, "answer"), {"": f"{tools} answer", "tool": f"{tools} answer"}, old.task)
@@ -108,6 +108,11 @@ def trim(text, budget, count):
 # Three ways to get chains: the sampler, a served model, a team of agents on a server. Each gives rows without grades.
 
 
+def local_sampler(path, toolbox, args, device, slots):
+    model = load_model(path, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    return Sampler(model, load_tokenizer(path), toolbox, slots=slots, max_len=args.total_tokens, seed=args.seed)
+
+
 def sampled_chains(sampler, args, method, tasks, samples, temperature):
     """Chains of a local model. With --trim a chain that fills its context goes on from a shortened copy, with fresh keys and values."""
     limits, tokenizer = answer_limits(args, method), sampler.tokenizer
@@ -127,7 +132,10 @@ def sampled_chains(sampler, args, method, tasks, samples, temperature):
                                 ("tokens_written", e.source.count(SAMPLED)), ("tokens_read", e.source.count(ENVIRONMENT))):
                 row[name] += value
             row |= {"end_reason": e.end_reason, "trimmed": step}
-            if args.trim and e.end_reason == "token_cap" and row["turns"] < limits.turns and step < limits.turns:
+            full = e.end_reason == "token_cap" and (e.pending or len(e.ids) >= args.total_tokens)     # not the cap on one generation
+            if args.trim and full and row["turns"] < limits.turns and step < limits.turns:
+                row["text"] += e.pending                                # a call without its result is nothing to go on from
+                row["tokens_read"] += len(ids_of(e.pending))
                 short = trim(row["text"], (args.total_tokens - len(own[e.task_id])) // 2, lambda text: len(ids_of(text)))
                 rest = dataclasses.replace(limits, turns=limits.turns - row["turns"])
                 again.append(dataclasses.replace(request, prompt_ids=own[e.task_id] + ids_of(short), limits=rest))
@@ -147,6 +155,19 @@ def restore_stop(text, reason, stops):
     open_at = {stop: text.rfind(stop.replace("</", "<")) for stop in stops if stop.startswith("</")}
     unclosed = {stop: at for stop, at in open_at.items() if at >= 0 and text.find(stop, at) < 0}
     return max(unclosed, key=unclosed.get, default="")
+
+
+class Server(LLM):
+    """A client whose outage ends the run before anything is saved, so that the same command asks again. What a server refuses for what it
+    holds (say, a text too long) is an LLMError as ever: that question counts as wrong."""
+
+    def _post(self, path, body):
+        try:
+            return super()._post(path, body)
+        except LLMError as error:
+            if REFUSED.search(str(error)):
+                raise
+            raise InputError(f"{' '.join(str(error).split())}; the same command goes on where it stopped") from None
 
 
 def served_chain(llm, toolbox, start, task, sample, temperature, args, method):
@@ -215,21 +236,19 @@ def served_chains(toolbox, tokenizer, model, args, method, tasks, samples, tempe
     """Chains of a served model, --concurrency at a time."""
     def one(job):
         task, sample = job
-        llm = LLM(args.endpoint, model, timeout=args.timeout, attempts=4)
+        llm = Server(args.endpoint, model, timeout=args.timeout)
         try:
             if method == "team":
                 return team_chain(llm, toolbox, task, sample, temperature, args)
             text = task_prompt(task, args, method)
             start = tokenizer.decode(prompt_ids(text, tokenizer)) if tokenizer else text + "\n"
             return served_chain(llm, toolbox, start, task, sample, temperature, args, method)
-        except LLMError as error:
-            return {**empty_row(task.id, sample), "end_reason": "server_error", "error": str(error)[:300]}
         finally:
             llm.close()
     with ThreadPoolExecutor(args.concurrency) as pool:
         rows = list(pool.map(one, [(task, sample) for task in tasks for sample in samples]))
     errors = [row for row in rows if row["end_reason"] == "server_error"]
-    if len(errors) == len(rows):                                        # one bad question counts as wrong, a dead server is no result
+    if len(errors) == len(rows):                                        # one bad question counts as wrong, a wrong request is no result
         raise InputError(f"--endpoint {args.endpoint}: no request succeeded; the last error: {errors[-1]['error']}")
     return rows
 
@@ -267,9 +286,11 @@ def graded(tasks, chains, judge):
         task = tasks[place[row["id"]]]
         result = grade(task, row["text"], judge=judge)
         solution = task.meta.get("solution") or {}
+        checks = [segment.text for segment in parse(row["text"]) if segment.tag == "double_check"]
         return {"id": task.id, "suite": task.data_source, "agent": task.agent, "question": task.question, "gold": task.answer,
                 "wording": solution.get("wording"), **row, "score": result.score, **result.detail,
-                "tools": dict(Counter(call.tag for call in find_calls(row["text"]))), "double_check": double_check_score(row["text"])}
+                "tools": dict(Counter(call.tag for call in find_calls(row["text"]))),
+                "double_check": double_check_score(checks[-1]) if checks else None}
     with ThreadPoolExecutor(8) as pool:
         rows = list(pool.map(one, sorted(chains, key=lambda row: (place[row["id"]], row["sample"]))))
     verdicts = [row["judge_failed"] for row in rows if "judge_failed" in row]
@@ -308,7 +329,7 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
     if ranks.is_main:
         rows = [row for part in parts for row in read_jsonl(part)]
         write_jsonl(folder / "traces.jsonl", rows)
-        write_atomic(folder / "scores.json", json.dumps(scores(rows), indent=1) + "\n")
+        write_atomic(folder / "scores.json", json.dumps({**scores(rows), "commit": commit()}, indent=1) + "\n")
 
 
 def add_seconds(out, spent):
@@ -361,14 +382,14 @@ class Painter:
         self.stream.flush()
 
 
-def ask(question, path, args):
-    """Stream one greedy chain for a question."""
-    tokenizer, model = load_tokenizer(path), load_model(path)
+def ask(question, path, args, device):
+    """Stream one greedy chain of a local model for a question."""
+    task, method = Task("ask", question, "", "ask", args.agent or "mhqa"), args.method[-1]
     painter = Painter(sys.stdout, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    with make_toolbox(args) as toolbox:
-        sampler = Sampler(model, tokenizer, toolbox, slots=1, max_len=args.total_tokens, seed=args.seed)
-        ids = prompt_ids(prompt(args.agent, question, brief=args.prompt == "brief"), tokenizer)
-        request = Request(ids, args.agent, "ask", 0, answer_limits(args, "coa"), question)
+    with make_toolbox(args, [task.agent]) as toolbox:
+        sampler = local_sampler(path, toolbox, args, device, slots=1)
+        ids = prompt_ids(task_prompt(task, args, method), sampler.tokenizer)
+        request = Request(ids, stage_profile(task.agent, method, args.declare), "ask", 0, answer_limits(args, method), question)
         (episode,) = sampler.rollout([request], temperature=0.0, on_text=lambda _, text, source: painter.write(text))
     painter.write("", last=True)
     print(f"\n\nanswer: {CONTROL.sub('', find_answer(episode.text) or '(none)')}   [{episode.end_reason}, {episode.tool_calls} tool calls]")
@@ -427,28 +448,33 @@ if __name__ == "__main__":
         problems = check_report(args.check_report)
         print("\n".join(problems) or f"{args.check_report}/report.json is valid, SFT beats base, every suite used tools")
         sys.exit(1 if problems else 0)
-    models = dict(text.split("=", 1) if "=" in text else (Path(text).name, text) for text in args.model)
+    models = [text.split("=", 1) if "=" in text else (Path(text).name, text) for text in args.model]
+    if args.ask and args.endpoint:
+        raise InputError("--ask streams a local model: leave --endpoint out")
+    if "team" in args.method and not args.endpoint:
+        raise InputError("--method team: needs --endpoint")
+    ranks = setup()
     if args.ask:
-        present = [path for path in models.values() if Path(path).exists()] or list(models.values())[-1:]
-        args.agent = args.agent or "mhqa"
-        ask(args.ask, present[-1], args)
+        paths = [path for _, path in models]
+        ask(args.ask, ([path for path in paths if Path(path).exists()] or paths)[-1], args, ranks.device)
+        teardown()
         sys.exit()
 
     # ------------------------------------------------------------------------------------------------------------------------------
     # Which stages
-    ranks = setup()
     out = Path(args.out)
     tasks = subset(load_tasks(args.tasks, args.agent), args.limit)
-    for name, path in models.items():
+    for name, path in models:
         if (path, name) in [(demo, name) for name, (demo, _) in DEMO_MODELS.items()] and not Path(path).exists():
             raise InputError(f"{path}: no such model; {DEMO_MODELS[name][1]}")
     plan = [(name if method == "coa" else f"{name}_{method}", path, method, not args.no_tools,
-             subset(tasks, args.subset) if name == "base" else tasks) for name, path in models.items() for method in args.method]
+             subset(tasks, args.subset) if name == "base" else tasks) for name, path in models for method in args.method]
     if args.subset and not args.no_tools and not args.endpoint:
         plan.append((f"{plan[-1][0]}_no_tools", *plan[-1][1:3], False, subset(tasks, args.subset)))
-    judge = LLM(args.judge, args.judge_model, cache_path=out / "judge.sqlite") if args.judge else None
-    if "team" in args.method and not args.endpoint:
-        raise InputError("--method team: needs --endpoint")
+    twice = [name for name, n in Counter(name for name, *_ in plan).items() if n > 1]
+    if twice:
+        raise InputError(f"--model: two stages are called {twice[0]}; write NAME=DIR with a name of its own for each")
+    judge = Server(args.judge, args.judge_model, cache_path=out / "judge.sqlite") if args.judge else None
     if args.fresh and ranks.is_main:
         (out / "seconds.json").unlink(missing_ok=True)
 
@@ -457,13 +483,11 @@ if __name__ == "__main__":
     decides = {key: value for key, value in vars(args).items() if key not in WITHOUT_EFFECT}
     for name, path, method, with_tools, chosen in plan:
         def open_stage():
-            toolbox = make_toolbox(argparse.Namespace(**{**vars(args), "no_tools": not with_tools}))
+            toolbox = make_toolbox(argparse.Namespace(**{**vars(args), "no_tools": not with_tools}), {task.agent for task in chosen})
             if args.endpoint:
                 tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
                 return lambda *job: served_chains(toolbox, tokenizer, path, args, method, *job), toolbox
-            on_gpu = ranks.device.type == "cuda"
-            model = load_model(path, dtype=torch.bfloat16 if on_gpu else torch.float32, device=ranks.device)
-            sampler = Sampler(model, load_tokenizer(path), toolbox, slots=args.slots, max_len=args.total_tokens, seed=args.seed)
+            sampler = local_sampler(path, toolbox, args, ranks.device, args.slots)
             return lambda *job: sampled_chains(sampler, args, method, *job), toolbox
         config = {**decides, "method": method, "no_tools": not with_tools, "questions": hashlib.sha256(repr(chosen).encode()).hexdigest(),
                   "corpus": fingerprint(args.corpus) if Path(args.corpus).exists() else args.corpus,

@@ -11,6 +11,7 @@ robots.txt, cookies.
     python fetch.py https://example.org/
 """
 import argparse
+import codecs
 import http.client
 import ipaddress
 import re
@@ -40,8 +41,8 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class Web:
-    """Where fetching may go: blocked hosts (their subdomains too), and hosts of one's own that may be private ("name" or
-    "name:port")."""
+    """Where fetching may go: blocked hosts (their subdomains too), and hosts of one's own that may be private. Both are "name" or
+    "name:port", in lower case."""
     blocked: tuple = BLOCKED
     allowed: tuple = ()
 
@@ -55,7 +56,7 @@ class Web:
             raise FetchError("not a valid URL") from None
         if parts.scheme not in ("http", "https") or not host:
             raise FetchError("only http and https URLs can be read")
-        if any(host == name or host.endswith("." + name) for name in self.blocked):
+        if any(name in (host, f"{host}:{port}") or host.endswith("." + name) for name in self.blocked):
             raise FetchError("this site is blocked")
         return parts, host, port
 
@@ -90,7 +91,8 @@ def is_public(address: str) -> bool:
         if inner is not None:
             return is_public(str(inner))
     special = ip.is_multicast or ip.is_reserved or ip.is_unspecified or getattr(ip, "is_site_local", False)
-    return ip.is_global and not special and str(ip) != "168.63.129.16"                   # Azure's metadata
+    metadata = str(ip) == "168.63.129.16" or ip in ipaddress.ip_network("192.0.0.0/24")  # Azure's; the block with Oracle's
+    return ip.is_global and not special and not metadata
 
 
 def fetch(url: str, web: Web, deadline: float, accept=READABLE, max_bytes: int = PAGE_BYTES):
@@ -100,12 +102,12 @@ def fetch(url: str, web: Web, deadline: float, accept=READABLE, max_bytes: int =
         parts, host, port = web.check(url)
         try:
             answer = fetch_once(parts, host, port, web, deadline, accept, max_bytes)
+            if isinstance(answer, tuple):
+                return answer
+            url = urljoin(url, answer)
         except (OSError, http.client.HTTPException, ValueError, zlib.error) as error:
             late = time.monotonic() >= deadline or isinstance(error, TimeoutError)
             raise FetchError("time out" if late else f"cannot be read ({type(error).__name__})") from None
-        if isinstance(answer, tuple):
-            return answer
-        url = urljoin(url, answer)
     raise FetchError("too many redirects")
 
 
@@ -124,7 +126,8 @@ def fetch_once(parts, host: str, port: int, web: Web, deadline: float, accept, m
         connection = http.client.HTTPConnection(host, port)
         connection.sock = sock
         target = quote(parts.path or "/", safe=URL_SAFE) + ("?" + quote(parts.query, safe=URL_SAFE + "?") if parts.query else "")
-        connection.request("GET", target, headers={**HEADERS, "Host": parts.netloc.rpartition("@")[2]})
+        name = f"[{host}]" if ":" in host else host       # in ASCII, as it was resolved: a header cannot hold other letters
+        connection.request("GET", target, headers={**HEADERS, "Host": f"{name}:{parts.port}" if parts.port else name})
         reply = connection.getresponse()
         if reply.status in (301, 302, 303, 307, 308) and reply.headers["Location"]:
             return reply.headers["Location"]
@@ -165,39 +168,58 @@ def read_body(reply, max_bytes: int) -> bytes:
 BLOCKS = ("address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol "
           "p pre section table td th tr ul").split()
 DROPPED = ("script", "style", "noscript", "template", "svg", "title", lxml.etree.Comment)
+NOT_TEXT = re.compile("[\x01-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")       # what XML cannot hold; NUL is left out earlier
 
 
 def page_text(body: bytes, kind: str, charset: str | None, url: str):
-    """(title, text, links [(text, url)]) of a fetched page. lxml because it parses a megabyte in 0.05 s without the GIL, where
-    html.parser needs a second with it."""
+    """(title, text, links [(text, url)]) of a fetched page, whatever it holds; FetchError where it holds nothing to read."""
     declared = charset or next(iter(re.findall(rb"""charset=["']?([\w-]+)""", body[:2048])), b"").decode("ascii", "ignore")
     try:
+        if declared and codecs.lookup(declared).name == "punycode":                       # no page's, and minutes of work for a long body
+            raise LookupError
         text = body.decode(declared or "utf-8", "replace" if declared else "strict")
     except UnicodeDecodeError as error:                   # undeclared: UTF-8, perhaps cut inside a character, or the old default
         text = body.decode("utf-8", "replace") if error.start >= len(body) - 3 else body.decode("windows-1252", "replace")
-    except LookupError:
+    except (LookupError, ValueError):                     # no such charset, or one that is none ("undefined", "idna")
         text = body.decode("utf-8", "replace")
     if text.startswith("%PDF-"):
         raise FetchError("content of type application/pdf cannot be read")
-    title, links = "", []
+    title, links, text = "", [], NOT_TEXT.sub(" ", text.replace("\0", ""))
     if "html" in kind:
-        text = re.sub(r"^\s*<\?xml[^>]*>", "", text.replace("\0", ""))
-        if not text.strip():
-            raise FetchError("the page is empty")
         try:
-            root = lxml.html.document_fromstring(text)
-        except lxml.etree.ParserError:                     # nothing but broken tags
-            raise FetchError("the page is empty") from None
-        title = " ".join((root.findtext(".//title") or "").split())
-        lxml.etree.strip_elements(root, *DROPPED, with_tail=False)
-        links = [(" ".join(a.text_content().split()), urljoin(url, a.get("href"))) for a in root.iter("a") if a.get("href")]
-        for element in root.iter(*BLOCKS):
-            element.text, element.tail = "\n" + (element.text or ""), "\n" + (element.tail or "")
-        text = root.text_content()
+            title, text, links = html_text(text, url)
+        except ValueError as error:                       # lxml's word for what it does not take
+            raise FetchError(f"cannot be read ({type(error).__name__})") from None
     text = "\n".join(line for line in (" ".join(line.split()) for line in text.splitlines()) if line)
     if not text:
         raise FetchError("the page is empty")
     return title, text, list(dict.fromkeys(link for link in links if link[0] and link[1].startswith("http")))
+
+
+def html_text(text: str, url: str):
+    """(title, text with a line for each block, links) of HTML. lxml because it parses a megabyte in 0.05 s without the GIL, where
+    html.parser needs a second with it."""
+    text = re.sub(r"^\s*<\?xml[^>]*>", "", text)
+    if not text.strip():
+        raise FetchError("the page is empty")
+    try:
+        root = lxml.html.document_fromstring(text)
+    except lxml.etree.ParserError:                         # nothing but broken tags
+        raise FetchError("the page is empty") from None
+    title = " ".join((root.findtext(".//title") or "").split())
+    lxml.etree.strip_elements(root, *DROPPED, with_tail=False)
+    links = [(" ".join(a.text_content().split()), absolute(url, a.get("href"))) for a in root.iter("a") if a.get("href")]
+    for element in root.iter(*BLOCKS):                     # cleaned once more: "&#1;" has become a control character
+        element.text, element.tail = ("\n" + NOT_TEXT.sub(" ", part or "") for part in (element.text, element.tail))
+    return title, root.text_content(), links
+
+
+def absolute(url: str, link: str) -> str:
+    """The address of a link on the page at url; "" for one that is none, such as http://[x."""
+    try:
+        return urljoin(url, link)
+    except ValueError:
+        return ""
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class LLM:
         """The assistant's text for OpenAI-style messages; sampling: temperature, max_tokens, top_p, stop, seed, ... Raises
         LLMError."""
         answer = self._post("/chat/completions", {"messages": messages, **sampling})
-        return answer["choices"][0]["message"].get("content") or ""
+        return valid_text(answer["choices"][0]["message"].get("content") or "")
 
     def complete(self, prompt: str, stop=(), **sampling) -> Completion:
         """Raw continuation of prompt up to one of the stop strings. Raises LLMError."""
@@ -110,7 +110,7 @@ class LLM:
         choice = answer["choices"][0]
         reason = choice.get("stop_reason", choice.get("matched_stop"))
         reason = reason if isinstance(reason, str) else None
-        return Completion(choice["text"], choice.get("finish_reason") or "", reason, answer.get("usage") or {})
+        return Completion(valid_text(choice["text"]), choice.get("finish_reason") or "", reason, answer.get("usage") or {})
 
     def _post(self, path: str, body: dict) -> dict:
         request = {"model": self.model, **body}
@@ -173,7 +173,7 @@ def post_json(session: requests.Session, url: str, body: dict, headers: dict, ch
             reply = session.post(url, json=body, headers=headers, timeout=seconds, allow_redirects=False)
             if reply.status_code == 200:
                 return check(reply.json())
-            problem = f"HTTP {reply.status_code}: {reply.text[:300]}"
+            problem = f"HTTP {reply.status_code}: {' '.join(reply.text[:300].split())}"
             if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
                 break                                     # our mistake: asking again cannot help
             wait = max(wait, retry_after(reply.headers.get("Retry-After")))
@@ -194,6 +194,11 @@ def retry_after(value) -> float:
         return min(120.0, float(value or 0))
     except ValueError:
         return 0.0
+
+
+def valid_text(text: str) -> str:
+    """The text without lone surrogates: a server that cuts an emoji in two (JSON's "\\ud83d") gives what no file can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def check_answer(answer) -> dict:
@@ -217,5 +222,8 @@ if __name__ == "__main__":
     parser.add_argument("question")
     args = parser.parse_args()
     llm = LLM(args.base_url, args.model)
-    print(llm.chat([{"role": "user", "content": args.question}]))
+    try:
+        print(llm.chat([{"role": "user", "content": args.question}]))
+    except LLMError as error:
+        sys.exit(f"error: {error}")
     print(llm.usage, file=sys.stderr)

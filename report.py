@@ -26,7 +26,7 @@ import torch
 from coa_format import find_answer, find_calls, parse
 from hf import InputError
 from parallel import read_jsonl, write_atomic
-from tasks import load_tasks, normalise
+from tasks import as_number, load_tasks, math_content, normalise, tidy_math
 
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Statistics
@@ -69,11 +69,22 @@ def mean(values):
     return float(sum(values) / len(values)) if values else 0.0
 
 
+def vote(row):
+    """What a row's answer counts as: numbers by value (normalised, -3 and 3 would be the same), formulas and words tidied, programs as they are."""
+    answer = row["answer"]
+    if row["metric"] == "math":
+        answer = tidy_math(math_content(answer[:20_000]))               # in runaway text the patterns take time quadratic in it
+    number = as_number(answer)
+    if number is not None:
+        return number
+    return (normalise(answer) or answer) if row["metric"] in ("em", "judge") else answer
+
+
 def majority(rows):
-    """The first row whose normalised answer is the most frequent; rows without an answer have no vote."""
-    votes = Counter(normalise(row["answer"]) or row["answer"] for row in rows if row["answer"])
+    """The first row whose answer is the most frequent; rows without an answer have no vote."""
+    votes = Counter(vote(row) for row in rows if row["answer"])
     best = max(votes.values(), default=0)
-    return next((row for row in rows if votes[normalise(row["answer"]) or row["answer"]] == best), rows[0])
+    return next((row for row in rows if votes[vote(row)] == best), rows[0])
 
 
 def own_choice(rows):
@@ -99,7 +110,8 @@ def scores(rows):
 
 
 def numbers(rows):
-    """The numbers of some rows; sample 0 is the greedy answer. A question without an answer has no em, f1 ...: it counts as 0."""
+    """The numbers of some rows; sample 0 is the greedy answer. em, f1 ... are averages over look-up questions,
+    partial over those with tests; one that got no answer counts as 0 in them."""
     greedy, sampled = ([row for row in rows if (row["sample"] == 0) is first] for first in (True, False))
     solved = sum(row["score"] == 1 for row in greedy)
     out = {key: mean(row[column] for row in greedy) for key, column in (("mean", "score"), ("tool_calls", "tool_calls"), ("tokens", "tokens_written"),
@@ -109,8 +121,9 @@ def numbers(rows):
             "ends": dict(Counter(row["end_reason"] for row in greedy)), "calls": dict(sum((Counter(row["tools"]) for row in greedy), Counter())),
             "judge_failed": sum(bool(row.get("judge_failed")) for row in rows)}
     for key in ("em", "em_first", "f1", "cover_em", "partial"):
-        if any(key in row for row in greedy):
-            out[key] = mean(float(row.get(key, 0)) for row in greedy)
+        part = [row for row in greedy if (row["metric"].endswith("tests") if key == "partial" else row["metric"] in ("em", "judge"))]
+        if any(key in row for row in part):
+            out[key] = mean(float(row.get(key, 0)) for row in part)
     return out | (sampled_numbers(list(by_question(sampled).values())) if sampled else {})
 
 
@@ -155,12 +168,13 @@ def final_table(stages):
 
 
 def quality_table(stages):
-    header = ["stage", "suite", "n", "metric", "greedy", "em, first part", "F1", "cover-em", "partial", "judge failures", "mean@k", "pass@k", "best@k"]
+    header = ["stage", "suite", "n", "metric", "greedy", "em", "em, first part", "F1", "cover-em", "partial", "judge failures", "mean@k",
+              "pass@k", "best@k"]
     rows = []
     for name, s in stages.items():
         for suite, x in [*s["suites"].items(), ("all", s)]:
             rows.append([name, suite, x["n"], x["metric"], f"{percent(x['mean'])} ({span(x['ci95'])})",
-                         *(percent(x.get(key)) for key in ("em_first", "f1", "cover_em", "partial")), x["judge_failed"]])
+                         *(percent(x.get(key)) for key in ("em", "em_first", "f1", "cover_em", "partial")), x["judge_failed"]])
             if "k" in x:
                 rows[-1] += [f"{percent(x['mean_at_k'])} ({span(x['mean_at_k_ci95'])})", ", ".join(f"{k}: {percent(v)}" for k, v in x["pass_at"].items()),
                              ", ".join(f"{how} {percent(v)}" for how, v in x["best_at_k"].items())]
@@ -386,7 +400,7 @@ def write_report(folder, stages, seconds, args):
     steps.pop("evaluate", None)                                         # speedrun.sh's name for what is measured here
     report = {"stages": {name: numbers_of[name] for name in together}, "no_tools": {name: numbers_of[name] for name in apart},
               "differences": {pair: d for pair, d in differences.items() if d}, "seconds": {**steps, **seconds}, "machine": machine(),
-              "commit": commit()}
+              "commit": ", ".join(dict.fromkeys(s.get("commit", "unknown") for s in numbers_of.values()))}  # of the code that made the numbers
     write_atomic(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_atomic(folder / "report.md", report_text(report, numbers_of, args))
     draw_curves(folder, numbers_of)

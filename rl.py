@@ -479,7 +479,7 @@ if __name__ == "__main__":
         raise InputError(f"{args.model}: no such directory; `python sft.py` makes it")
     tasks = load_tasks(args.tasks)
     dev = pick_dev(load_tasks(args.dev), args.eval_tasks) if args.eval_every and args.dev else []
-    toolbox = make_toolbox(args)                                    # before the folder: a corpus that cannot be read leaves nothing behind
+    toolbox = make_toolbox(args, {task.agent for task in tasks + dev})    # before the folder: a corpus that cannot be read leaves nothing behind
     config = run_config(args, [*args.tasks, *(args.dev if dev else []), args.model, args.corpus], ignore=["swap", "slots"])
     owns = ("checkpoint", "best", "last", "metrics.jsonl", "traces.jsonl")
     if start_run(out, config, args.fresh, result="model", owns=owns) == "done":

@@ -76,7 +76,8 @@ class Request:
 class Episode:
     """ids = prompt + response, with source (PROMPT, SAMPLED, ENVIRONMENT) and logprobs (0.0 where not sampled) parallel to it.
     text: the response alone, a final EOS left out, invalid bytes as U+FFFD. turns: generations. tool_calls: calls executed. violations:
-    malformed and unknown calls, stray closing tags, forged observations. overshoots: closing tokens that held more text than the tag."""
+    malformed and unknown calls, stray closing tags, forged observations. overshoots: closing tokens that held more text than the tag.
+    pending: the observation of the last call where it no longer fitted (it ended the episode and is not in ids)."""
     ids: list[int]
     source: list[int]
     logprobs: list[float]
@@ -90,6 +91,7 @@ class Episode:
     violations: int
     overshoots: int
     wall_seconds: float
+    pending: str = ""
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Running:
     tool_calls: int = 0
     violations: int = 0
     overshoots: int = 0
+    pending: str = ""  # the observation that is being written
 
 
 def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
@@ -390,8 +393,11 @@ class Sampler:
         block = observation(run.future.result(), self.specials)
         if self.table[self.ids[lane, self.pos[lane] - 1]].endswith(b"\n"):
             block = block.removeprefix("\n")
-        run.future, run.turn = None, run.turn + 1
-        return self._write(lane, encode_text(block, self.tokenizer), ENVIRONMENT) and self._begin_turn(lane)
+        run.future, run.pending = None, block
+        if not self._write(lane, encode_text(block, self.tokenizer), ENVIRONMENT):
+            return False
+        run.pending, run.turn = "", run.turn + 1
+        return self._begin_turn(lane)
 
     def _begin_turn(self, lane):
         """The next ids are the model's; with force_answer its last allowed turn can only be an answer. False if there is no room."""
@@ -521,7 +527,7 @@ class Sampler:
             ids, source, logprobs = list(request.prompt_ids), [PROMPT] * start, [0.0] * start
         text = self._bytes(ids[start:n - (reason == "eos")]).decode("utf-8", errors="replace")
         self.episodes[run.index] = Episode(ids, source, logprobs, reason, text, start, request.task_id, request.sample, run.turn,
-                                           run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started)
+                                           run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started, run.pending)
         if lane in self.parked:
             self.parked.remove(lane)
         self.stats["ends"][reason] += 1

@@ -32,10 +32,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import sandbox
-from coa_format import code_blocks
+from coa_format import PROFILES, code_blocks
 from corpus import Store
 from fetch import BLOCKED, PAGE_SECONDS, FetchError, Web, fetch, page_text
-from llm import LLM, Cache, LLMError, http_session, post_json
+from llm import LLM, Cache, LLMError, http_session, post_json, valid_text
 from hf import InputError, exit_on_input_error
 
 
@@ -216,7 +216,7 @@ class CrawlPage:
         return f" {title}\n{cut_text}" + "".join(f"\n[{name}]({link})" for name, link in links[:10])
 
     def download(self, url: str, context: Context):
-        key = {"crawl": url}
+        key = {"crawl": url, "blocked": sorted(self.web.blocked), "allowed": sorted(self.web.allowed)}      # what one run may read another may not
         page = self.cache.get(key) if self.cache else None
         context.cached = page is not None
         if page is None:
@@ -390,7 +390,7 @@ class ToolBox:
                    cache_hits=int(job.context.cached), seconds=time.monotonic() - job.context.deadline + self.timeout)
         if isinstance(text, Failure):
             job.on_failure()                              # before anyone can see the result
-        job.future.set_result(type(text)(cut(text, self.output_chars)))
+        job.future.set_result(type(text)(valid_text(cut(text, self.output_chars))))
         return True
 
     def _watch(self):
@@ -464,11 +464,12 @@ class Session:
         box, argument = self.toolbox, argument.strip()
         self.last_thought = thought or self.last_thought
         tool = box.tools.get(name)
+        if box.unavailable:
+            if tool is not None:
+                box.count(name, calls=1)
+            return answered("Tool unavailable. Answer from what you know.")
         if tool is None:
             return answered(f"There is no tool '{name}'. Tools: {', '.join(box.tools) or 'none'}.")
-        if box.unavailable:
-            box.count(name, calls=1)
-            return answered("Tool unavailable. Answer from what you know.")
         if not argument:
             box.count(name, calls=1, errors=1)
             return answered(f"Empty call: write the input between <{name}> and </{name}>.")
@@ -500,7 +501,7 @@ def add_tool_arguments(parser: argparse.ArgumentParser):
     group = parser.add_argument_group("tools (keys come from the environment: SERPER_API_KEY, COA_API_KEY or OPENAI_API_KEY)")
 
     def repeatable(name, text):
-        group.add_argument(name, metavar="HOST", action="append", default=[], help=text + "; repeatable")
+        group.add_argument(name, metavar="HOST", type=host_name, action="append", default=[], help=text + "; repeatable")
     group.add_argument("--corpus", default="data/encyclopedia.jsonl", help="JSONL of pages for wiki_search, web_search, crawl_page")
     group.add_argument("--topk", type=int, default=2, help="passages a wiki_search returns (AFM: 3)")
     group.add_argument("--web-topk", type=int, default=2, help="hits a web_search returns (AFM: 10)")
@@ -520,12 +521,26 @@ def add_tool_arguments(parser: argparse.ArgumentParser):
     group.add_argument("--no-tools", action="store_true", help="answer every call with 'tool unavailable'")
 
 
-def make_toolbox(args, extra=()) -> ToolBox:
-    """The tool box that the options describe, with extra tools of one's own. InputError for a missing corpus or key."""
+def host_name(text: str) -> str:
+    """A host (or host:port) as Web.check writes it, from any spelling or an address that begins with it; ValueError if it is none."""
+    name = re.sub(r"^\w+://|[/?#].*", "", text.strip()).strip(".").encode("idna").decode().lower()
+    if not re.fullmatch(r"[\w.:-]+", name):
+        raise ValueError(f"no host: {text}")
+    return name
+
+
+def make_toolbox(args, agents=(), extra=()) -> ToolBox:
+    """The tool box that the options describe, for tasks of these agent profiles, with extra tools of one's own. InputError for a missing
+    corpus or key, and where one of the profiles runs programs but nothing isolates them here."""
     if args.no_tools:
         return ToolBox([WikiSearch(), WebSearch(), CrawlPage(), Code()], workers=1, unavailable=True)
     if args.unsafe_code:
         sandbox.allow_unsafe()
+    if any("code" in PROFILES[agent].tools for agent in agents):
+        if sandbox.isolation() == "none":
+            raise InputError(sandbox.remedy())
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"isolation of model-written code: {sandbox.isolation()}", file=sys.stderr)
     if args.serper == SERPER and not (os.environ.get("SERPER_API_KEY") or os.environ.get("WEB_SEARCH_SERPER_API_KEY")):
         raise InputError("--serper: set SERPER_API_KEY in the environment")
     web = Web(BLOCKED + tuple(args.block_host), tuple(args.allow_host))

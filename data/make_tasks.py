@@ -18,10 +18,11 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from corpus import corpus_rows  # noqa: E402
 from distill import read_reply  # noqa: E402
-from llm import LLM  # noqa: E402
-from hf import exit_on_input_error  # noqa: E402
-from parallel import read_jsonl, write_jsonl  # noqa: E402
+from llm import LLM, LLMError  # noqa: E402
+from hf import InputError, exit_on_input_error  # noqa: E402
+from parallel import write_jsonl  # noqa: E402
 from tools import add_tool_arguments, make_toolbox  # noqa: E402
 
 RELATION, VALUE = r"(?:[A-Z]{2,5} )?[a-z][a-z ]*?", r"[A-Z0-9.+][\w./+-]*(?: [A-Z][\w'-]*)*"            # "ISO code", "Los Angeles"
@@ -82,11 +83,11 @@ def llm_task(pages, facts, rng, llm):
         name, sentence = rng.choice(sorted(linking))
         harder = ask(f"Fact: {sentence}\nQuestion: {question}\n\nRewrite the question so that it does not name {title} but describes it by the fact "
                      f"and names {name}, as one line:\nQuestion: ...", rng.randrange(1 << 30)).get("question", "")
-        if title in harder or name not in harder:
+        if title in harder or name not in harder or answer in harder:
             return None
         return harder, answer, [search_step(name, title, title, sentence), step], "depth"
     second = atomic(rng.choice(sorted(pages))) if rng.random() < 0.5 else None
-    if second and second[1] != answer:
+    if second and second[1] not in question and answer not in second[0] and second[1] != answer:
         return f"Give two answers separated by |. First: {question} Second: {second[0]}", f"{answer} | {second[1]}", [step, second[2]], "width"
     return question, answer, [step], "atomic"
 
@@ -95,6 +96,8 @@ def make_tasks(pages, number, toolbox, seed, llm=None):
     """(task rows, Counter of what was made and why the rest was dropped). A task stays when each step's live search returns its fact."""
     rng, rows, counts = random.Random(seed), {}, Counter()
     facts = {title: found for title, page in pages.items() if (found := read_facts(page))}
+    if not (pages if llm else facts):
+        raise InputError("the corpus has nothing to ask for: by rule it takes sentences like 'Its capital is V.'; else give --teacher URL")
     for _ in range(20 * number):
         if len(rows) == number:
             break
@@ -129,6 +132,13 @@ if __name__ == "__main__":
     args = parser.parse_args()
     llm = LLM(args.teacher, args.teacher_model, cache_path=args.out + ".cache.sqlite") if args.teacher else None
     with make_toolbox(args) as toolbox:
-        rows, counts = make_tasks({page["title"]: page for page in read_jsonl(args.corpus)}, args.number, toolbox, args.seed, llm)
+        pages = {}
+        for title, _, passages in corpus_rows(Path(args.corpus)):
+            title = title.strip('"')                       # Search-R1 writes them in quotes
+            pages[title] = {"title": title, "text": "\n\n".join(passages)}
+        try:
+            rows, counts = make_tasks(pages, args.number, toolbox, args.seed, llm)
+        except LLMError as error:
+            sys.exit(f"error: {error}")
     write_jsonl(args.out, rows)
     print(f"{len(rows)} tasks in {args.out}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))

@@ -565,7 +565,16 @@ def test_double_check_score(text, score):
 def test_reflection_scores():
     text = "information_conflict: good\nTool effectiveness: **Fair**\ntrajectory_monitoring - poor"
     assert coa.reflection_scores(text) == {"information_conflict": "good", "tool_effectiveness": "average", "trajectory_monitoring": "poor"}
-    assert coa.reflection_scores("a good reflection on poor data") == {}
+    assert coa.reflection_scores("a good reflection on poor data; no conflict, good tools (poor ones)") == {}
+    own = "conflict: good; **Tools**: poor, no country of Karo; progress: fair"
+    assert coa.reflection_scores(own) == {"information_conflict": "good", "tool_effectiveness": "poor", "trajectory_monitoring": "average"}
+
+
+def test_a_poor_grade_in_the_words_of_our_teacher_asks_for_a_new_plan():
+    think, call = "<think>t</think>", "<wiki_search>q</wiki_search>\n<observation>\no\n</observation>\n\n"
+    chain = f"{think}<plan>p</plan>{think}{call}{think}<reflection>conflict: good; tools: poor, nothing; progress: fair</reflection>"
+    assert [violation.rule for violation in check(parse(f"{chain}{think}<answer>a</answer>"), "mhqa")] == ["replan"]
+    assert check(parse(f"{chain}{think}<plan>p</plan>{think}<answer>a</answer>"), "mhqa") == []
 
 
 @pytest.mark.parametrize("argument, code, stdin", [

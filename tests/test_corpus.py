@@ -107,13 +107,21 @@ def test_changed_corpus_gets_a_new_index_and_an_unchanged_one_is_reopened(folder
 
 @pytest.mark.parametrize("line, expected", [
     ("{not json", ":2: expected one JSON object"), ("[1]", ":2: expected a JSON object"), ('{"title": "x"}', ":2: field 'text'"), ('{"title": 3, "text": "x"}', ":2: field 'title'"),
-    ('{"contents": null}', ":2: field 'contents'")])
+    ('{"contents": null}', ":2: field 'contents'"), ('{"title": "x", "text": "y", "url": 5}', ":2: field 'url'"), ('{"title": "x", "text": "\\ud83d"}', ":2: field 'text'"),
+    ('{"id": "\\ud83d", "contents": "x\\ny"}', ":2: field 'url'")])
 def test_bad_row_names_file_line_and_field_and_leaves_nothing(folder, tmp_path, line, expected):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(PAGES[0]) + "\n" + line + "\n")
     with pytest.raises(InputError, match="bad.jsonl" + expected):
         Store(path, tmp_path / "index")
     assert [p.suffix for p in (tmp_path / "index").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("content", [b"no gzip at all", gzip.compress(b'{"title": "x", "text": "y"}\n' * 1000)[:-20], gzip.compress(b"x")[:10] + b"\xff" * 30])
+def test_broken_gzip_is_named(tmp_path, content):
+    (tmp_path / "pages.jsonl.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"pages\.jsonl\.gz: cannot be read"):
+        Store(tmp_path / "pages.jsonl.gz", tmp_path / "index")
 
 
 def test_missing_corpus_names_the_command(tmp_path):

@@ -13,19 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
+import sandbox
 from coa_format import ROLES, TOOLS, check, find_answer, observation, parse
 from bench.bench_distill import trace_cost
 from data.make_tasks import make_tasks
 from data.scripted import Scripted
 from distill import (Teacher, Trace, chain_steps, complexity, corrected, error_correction, interactions, parse_arguments, pass_filter,
-                     progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, suite_statistics, team, team_episode, to_chain)
+                     progressive_filter, quality, read_reply, record, reflection_enrichment, revalidate, student_episodes, suite_statistics, team, team_episode,
+                     to_chain)
 from llm import LLMError
 from hf import InputError, train_tokenizer
 from model import PRESETS, Transformer, save_model
@@ -447,6 +449,38 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
     assert "nothing.jsonl" in run_script(tmp_path, "--tasks", "nothing.jsonl", *world[2:], "--out", "out2", code=2)[1]
 
 
+def test_two_task_files_with_the_same_ids_are_refused(tmp_path):
+    world = write_world(tmp_path)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/tasks.jsonl").write_bytes((tmp_path / "tasks.jsonl").read_bytes())
+    assert "field 'id'" in run_script(tmp_path, "--tasks", "tasks.jsonl", "more/tasks.jsonl", *world[2:], "--out", "out", code=2)[1]
+
+
+def test_scripted_teacher_cannot_say_what_a_model_knows(tmp_path):
+    assert "--teacher URL" in run_script(tmp_path, *write_world(tmp_path), "--pass-filter", "--no-tools", "--out", "out", code=2)[1]
+
+
+def test_programs_without_isolation_stop_the_run_before_its_folder(tmp_path, monkeypatch):
+    world = write_world(tmp_path)
+    assert "isolation of model-written code: " in run_script(tmp_path, *world, "--out", "a")[1]
+    for name, value in (("kind", "none"), ("unsafe", False)):
+        monkeypatch.setitem(sandbox.state, name, value)
+    assert "--unsafe-code" in run_script(tmp_path, *world, "--out", "b", code=2)[1] and not (tmp_path / "b").exists()
+
+
+def test_preset_gives_a_checkpoint_room_and_a_gpu_reads_it_in_bf16(tmp_path, monkeypatch):
+    args, requests = parse_arguments(["--preset", "web"]), []
+    sampler = argparse.Namespace(tokenizer=train_tokenizer(["How high?"], 300, []), rollout=lambda them, temperature: requests.extend(them) or [])
+    student_episodes([(WEB, 0)], sampler, "m", args)
+    assert args.total_tokens == 32768 and (requests[0].limits.turns, requests[0].limits.new_tokens) == (48, 8192)
+
+    def load_model(path, dtype, device):
+        raise InputError(f"{dtype} on {device}")
+    monkeypatch.setattr("model.load_model", load_model)
+    monkeypatch.setattr("parallel.setup", lambda: Ranks(0, 1, 1, torch.device("cuda")))
+    assert "bfloat16 on cuda" in run_script(tmp_path, *write_world(tmp_path), "--teacher", write_model(tmp_path), "--out", "out", code=2)[1]
+
+
 def test_recording_goes_on_after_a_half_written_line(tmp_path):
     made = []
 
@@ -494,13 +528,13 @@ def test_kill_9_at_random_moments_changes_nothing(tmp_path):
 
 class ScriptedServer(BaseHTTPRequestHandler):
     """An OpenAI-compatible chat server on loopback that plays the roles from their prompts: the script's replies, known by question and role."""
-    replies, count, dies_after = {}, 0, None
+    replies, count, dies_after, refuses = {}, 0, None, lambda messages: False
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         cls = type(self)
-        if cls.count == cls.dies_after:
-            self.send_error(401, "gone")
+        if cls.count == cls.dies_after or cls.refuses(body["messages"]):
+            self.send_error(*((401, "gone") if cls.count == cls.dies_after else (400, "no such option")))
             return
         cls.count += 1
         reply = cls.replies[json.dumps(body["messages"])]
@@ -544,6 +578,49 @@ def test_server_teacher_pays_once_survives_the_server_and_gives_the_scripted_rec
     assert "reads the solution" not in traces[0]["teacher"]
     numbers = run_script(tmp_path, "--out", "out", "--model", write_model(tmp_path), script="bench/bench_distill.py")[0]
     assert f"{len(log)} calls, {10 * len(log)} prompt" in numbers
+
+
+@pytest.fixture
+def server_url(monkeypatch):
+    """The URL of a ScriptedServer that answers "Plan: a" to everything unless a test says otherwise."""
+    for name, value in (("replies", defaultdict(lambda: "Plan: a")), ("count", 0), ("dies_after", None)):
+        monkeypatch.setattr(ScriptedServer, name, value)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ScriptedServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("other", [[], ["--pass-filter"], ["--pass-filter", "--no-tools"]])
+def test_a_server_that_refuses_everything_ends_the_run_with_its_message(tmp_path, monkeypatch, server_url, other):
+    monkeypatch.setattr(ScriptedServer, "refuses", lambda messages: True)
+    error = run_script(tmp_path, *write_world(tmp_path), "--out", "out", "--teacher", server_url, *other, code=2)[1]
+    assert "refuses the first request" in error and "no such option" in error
+    assert not {"report.md", "sft.jsonl", "tasks.jsonl"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_refused_episodes_stop_the_run_only_when_they_are_all(tmp_path, monkeypatch, server_url):
+    world = write_world(tmp_path)
+    monkeypatch.setattr(ScriptedServer, "refuses", lambda messages: len(messages) > 3)
+    command = [*world, "--teacher", server_url, "--max-acts", "9"]
+    for _ in range(2):
+        error = run_script(tmp_path, *command, "--out", "out", code=2)[1]
+        assert "of every episode" in error and not (tmp_path / "out/report.md").exists()
+    monkeypatch.setattr(ScriptedServer, "refuses", lambda messages: MATH.question in str(messages))
+    assert "no answer: refused 2" in run_script(tmp_path, *command, "--workers", "1", "--min-interactions", "0", "--min-interactions-mhqa", "0", "--out", "some")[0]
+
+
+def test_make_tasks_names_in_one_line_what_it_cannot_use(tmp_path, server_url):
+    (tmp_path / "prose.jsonl").write_text('{"title": "A", "text": "Nothing but prose."}\n')
+    (tmp_path / "r1.jsonl").write_text(json.dumps({"id": "1", "contents": '"Belu"\nBelu is a country. Its capital is Karo.'}) + "\n")
+    out = ["--out", "made.jsonl"]
+    assert "--teacher URL" in run_script(tmp_path, "5", "--corpus", "prose.jsonl", *out, script="data/make_tasks.py", code=2)[1]
+    run_script(tmp_path, "1", "--corpus", "r1.jsonl", *out, script="data/make_tasks.py")
+    assert json.loads((tmp_path / "made.jsonl").read_text())["question"] == "What is the capital of Belu?"
+    ScriptedServer.dies_after = 0
+    error = run_script(tmp_path, "5", "--corpus", "r1.jsonl", *out, "--teacher", server_url, script="data/make_tasks.py", code=1)[1]
+    assert error.startswith("error: ") and "HTTP 401" in error
 
 
 def test_make_tasks_by_rule_gives_tasks_that_the_team_solves(tmp_path):
@@ -599,17 +676,29 @@ def test_without_tools_a_server_is_asked_for_the_answer_alone():
 
 def test_tasks_written_by_a_model_stay_only_when_every_check_holds():
     pages = {title: {"title": title, "text": text} for title, text in PAGES.items()}
-    replies = {"atomic": "Question: What is the currency of Belu?\nAnswer: Zim.", "depth": "Question: What is the currency of the country whose capital is Karo?"}
+    replies = {"atomic": "Question: What is the currency of Belu?\nAnswer: Zim.", "depth": "Question: What is the currency of the country whose capital is Karo?",
+               "leak": "Question: What is the currency, the Zim, of the country of Mount Ely?"}          # holds its answer: dropped
 
     class Model:
         def chat(self, messages, **sampling):
             text = messages[0]["content"]
             if text.startswith("Fact:"):
-                return replies["depth"] if "Karo" in text else "Question: What is the currency of Belu?"         # names the bridge: dropped
+                return replies["depth"] if "Karo" in text else replies["leak"] if "Ely" in text else "Question: What is the currency of Belu?"         # names the bridge: dropped
             return replies["atomic"] if text.startswith("Page: Belu") else "Question: What is it?\nAnswer: nothing of the page"
-    rows, counts = make_tasks(pages, 3, World(), 0, Model())
+    rows, counts = make_tasks(pages, 20, World(), 0, Model())
     assert {row["question"] for row in rows} == {"What is the currency of Belu?", "What is the currency of the country whose capital is Karo?"}
     assert all(row["answer"] == "Zim" for row in rows) and counts["depth"] == 1 and counts["dropped: a check of question and answer failed"] > 5
+
+
+def test_two_questions_are_not_joined_when_one_gives_the_other_away(monkeypatch):
+    monkeypatch.setitem(PAGES, "Pimo", "Pimo is the capital of Doru.")
+    pages = {title: {"title": title, "text": PAGES[title]} for title in ("Karo", "Pimo")}
+    replies = {"Karo": "Question: Of which country, not Doru, is Karo the capital?\nAnswer: Belu", "Pimo": "Question: What is Pimo the capital of?\nAnswer: Doru"}
+
+    class Model:
+        def chat(self, messages, **sampling):
+            return replies["Karo" if messages[0]["content"].startswith("Page: Karo") else "Pimo"]
+    assert {row["answer"] for row in make_tasks(pages, 20, World(), 0, Model())[0]} == {"Belu", "Doru"}
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import torch
 import evaluate
 import report
 from coa_format import PROFILES, encode, eos_id, observation, parse, prompt, prompt_ids
-from llm import LLMError
+from llm import LLM, LLMError
 from hf import InputError, train_tokenizer
 from model import PRESETS, Transformer, load_tokenizer, save_model
 from sampler import Episode
@@ -90,12 +91,39 @@ def test_best_of_k_never_sees_the_gold():
     assert report.own_choice(checked) is checked[1]
 
 
+@pytest.mark.parametrize("metric, answers, winner", [
+    ("em", ["-3", "3", "3.0"], 1), ("em", ["12", "1/2", "1/2"], 1), ("em", ["15", "1.5", "1.50"], 1), ("em", ["0", "0.0", "x"], 0), ("judge", ["x", "The Y.", "y"], 1),
+    ("math", ["\\boxed{x+1}", "\\boxed{x-1}", "$x - 1$"], 1), ("math", ["12", "\\frac{1}{2}", "\\boxed{\\frac{1}{2}}"], 1), ("all tests", ["print(a+b)", "print(a-b)", "print(a-b)"], 1)])
+def test_votes_that_differ_in_value_are_not_added_up(metric, answers, winner):
+    rows = [row(0, 0, s, answer=answer, metric=metric) for s, answer in enumerate(answers, 1)]
+    assert report.majority(rows) is rows[winner]
+
+
+def test_a_chain_s_score_for_itself_stands_in_its_last_double_check():
+    task = Task("t", "q", "a", "gaia", "web")
+    game = "<wiki_search>game</wiki_search>" + observation("The score was 4-1.")
+    checks = "<double_check>The score is 4.</double_check>\n<plan>again</plan>\n<double_check>The score is 2.</double_check>\n"
+    for text, score in ((game, None), (checks + game, 2), ("<double_check>The score is 3.</double_check>\n<double_check>unsure</double_check>\n", None)):
+        (graded,) = evaluate.graded([task], [{**evaluate.empty_row("t", 0), "text": text + "<answer>a</answer>"}], None)
+        assert graded["double_check"] == score
+
+
 def test_numbers_keep_failed_questions_in_every_denominator():
     rows = [row(0, 1, em=True, f1=1.0), row(1, 0, answer="", end_reason="token_cap"), row(2, 0, answer="", end_reason="server_error"), row(3, 0, em=False, f1=0.5)]
     x = report.numbers(rows)
     assert x["mean"] == 0.25 and x["em"] == 0.25 and x["f1"] == 0.375 and x["n"] == 4
     assert x["per_solved"] == {"tool_calls": 8.0, "tokens_written": 40.0, "tokens_read": 120.0}
     assert x["ends"] == {"answered": 2, "token_cap": 1, "server_error": 1}
+
+
+def test_em_and_partial_are_averages_over_the_questions_that_have_them():
+    looked_up = [row(0, 1, em=True, em_first=True, f1=1.0, cover_em=True), row(1, 0, answer=""), row(2, 1, metric="judge", em=False, em_first=False, f1=0.5, cover_em=False)]
+    others = [row(3, 1, metric="math"), row(4, 0, metric="all tests", partial=0.5), row(5, 0, metric="public tests", answer="")]
+    x = report.numbers(looked_up + others)
+    assert x["mean"] == 0.5 and x["em"] == x["em_first"] == x["cover_em"] == pytest.approx(1 / 3) and x["f1"] == 0.5 and x["partial"] == 0.25
+    table = report.quality_table({"sft": report.scores([{**r, "suite": "gaia" if r in looked_up else "code"} for r in looked_up + others])}).split("\n")
+    head, gaia = ([cell.strip() for cell in line.split("|")] for line in (table[0], next(line for line in table if "| gaia |" in line)))
+    assert gaia[head.index("em")] == "33.3 %"                                         # beside the judge's score
 
 
 def test_sampled_rows_give_mean_pass_and_best_and_leave_greedy_alone():
@@ -153,6 +181,19 @@ def test_rl_groups_come_whole_and_from_steps_up_to_the_last(tmp_path):
     assert sorted({row["step"] for row in rows}) == [2, 6, 10] and len(rows) == 24
     assert all(len(group) == 12 for group in report.by_question(rows).values()) and rows[0]["question"] == "who?"
     assert report.rl_groups(tmp_path / "absent") == [] and "who?" in report.trace_page({"rl training": rows})
+
+
+def test_numbers_keep_the_commit_that_made_them(tmp_path, monkeypatch):
+    out, tasks, commits = tmp_path / "eval", [Task("t", "q", "a", "mhqa", "mhqa")], iter(["one", "two"])
+    monkeypatch.setattr(evaluate, "commit", lambda: next(commits))
+    args, ranks = argparse.Namespace(fresh=False, chunk=9, samples=0, tasks=["t"], turns=1, total_tokens=9, prompt="brief", seed=0), SimpleNamespace(rank=0, world=1, is_main=True)
+    toolbox, answer = SimpleNamespace(close=lambda: None), lambda *_: [{**evaluate.empty_row("t", 0), "text": "<answer>a</answer>", "end_reason": "answered"}]
+    for name in ("base", "sft", "base"):                                              # base is done by then
+        evaluate.run_stage(out / name, {"stage": name}, tasks, lambda: (answer, toolbox), args, ranks, None)
+    report.write_report(tmp_path, {name: out / name for name in ("base", "sft")}, {"eval": 1.0}, args)
+    made = json.loads((tmp_path / "report.json").read_text())
+    assert made["commit"] == "one, two" and [s["commit"] for s in made["stages"].values()] == ["one", "two"] and report.validate_report(made) == []
+    assert "Commit one, two." in (tmp_path / "report.md").read_text()
 
 
 def test_curves_are_drawn_from_whatever_logs_exist(tmp_path):
@@ -425,7 +466,45 @@ def test_a_dead_server_is_an_error_not_a_score_of_zero(demo, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     result = demo.run(tmp_path / "eval", "--endpoint", f"http://127.0.0.1:{port}/v1", "--limit", "1", code=2)
-    assert "no request succeeded" in result.stderr and not (tmp_path / "report.json").exists()
+    assert result.stderr.count("\n") == 1 and "goes on where it stopped" in result.stderr and not (tmp_path / "report.json").exists()
+
+
+def failing(monkeypatch, problem):
+    """Servers of any address that answer right, but fail with `problem` where a request is about Landb."""
+    def request(self, path, body):
+        if "Landb" in str(body):
+            raise LLMError(f"http://x/v1{path}: {problem}")
+        return {"choices": [{"text": "<answer>Citya", "finish_reason": "stop", "message": {"content": '{"judgement": "correct"}'}}]}
+    monkeypatch.setattr(LLM, "_request", request)
+
+
+def ask_two(method="coa"):
+    tasks = [Task(land, f"Capital of {land}?", "Citya", "mhqa", "mhqa") for land in ("Landa", "Landb")]
+    toolbox = SimpleNamespace(session=lambda question: SimpleNamespace(run=lambda *_: "found"))
+    return tasks, lambda: evaluate.served_chains(toolbox, None, "m", options(endpoint="http://x/v1", timeout=1.0, concurrency=2, trim=False, prompt="brief"), method, tasks, [0], 0.0)
+
+
+@pytest.mark.parametrize("problem", ["HTTP 503: loading\nwait", "HTTP 404: no such model", "ConnectionError: refused"])
+def test_an_outage_is_an_error_even_where_other_questions_were_answered(monkeypatch, problem):
+    failing(monkeypatch, problem)
+    tasks, answer = ask_two()
+    for run in (answer, ask_two("team")[1], lambda: evaluate.graded(tasks, [{**row(0, 1), "id": task.id} for task in tasks], evaluate.Server("http://x/v1", "m"))):
+        with pytest.raises(InputError, match="goes on where it stopped") as error:
+            run()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("problem", ["HTTP 400: too long", "HTTP 413: too long", "HTTP 422: too long"])
+def test_what_a_server_refuses_counts_as_wrong(monkeypatch, problem):
+    failing(monkeypatch, problem)
+    tasks, answer = ask_two()
+    assert [r["end_reason"] for r in answer()] == ["answered", "server_error"]
+    judged = evaluate.graded(tasks, [{**row(0, 1), "id": task.id} for task in tasks], evaluate.Server("http://x/v1", "m"))
+    assert [(r["score"], r["judge_failed"]) for r in judged] == [(1.0, False), (0.0, True)]
+    failing(monkeypatch, problem)
+    monkeypatch.setattr(evaluate, "task_prompt", lambda *_: "Landb")                  # all of them: then it is not the question
+    with pytest.raises(InputError, match="no request succeeded"):
+        answer()
 
 
 @pytest.mark.long
@@ -436,23 +515,38 @@ def test_ask_streams_one_chain_with_live_tools_in_plain_text_when_piped(demo, tm
 
 
 def test_a_full_context_is_trimmed_and_the_chain_goes_on():
-    first, second = "<plan>look it up</plan>\n<wiki_search>a</wiki_search>" + observation(" ".join(map(str, range(80)))), "<think>found</think>\n<answer>Citya</answer>"
-    tokenizer, seen = train_tokenizer([first, second], 300, ["<plan>", "</plan>"]), []
-
-    class Recorder:
-        def rollout(self, requests, **_):
-            seen.extend(requests)
-            text, end = (first, "token_cap") if len(seen) == 1 else (second, "answered")
-            encoded = encode(text, tokenizer, eos=False)
-            return [Episode(requests[0].prompt_ids + encoded.ids, [0] * len(requests[0].prompt_ids) + list(encoded.source), [], end, text, len(requests[0].prompt_ids), "t", 0, 1, 1, 0, 0, 0.0)]
-    recorder = Recorder()
-    recorder.tokenizer = tokenizer
-    task = Task("t", "Capital of Landa?", "Citya", "mhqa", "mhqa")
-    (row,) = evaluate.sampled_chains(recorder, options(prompt="brief", trim=True, total_tokens=200), "coa", [task], [0], 0.0)
-    assert row["text"] == first + second and (row["trimmed"], row["turns"], row["tool_calls"], row["end_reason"]) == (1, 2, 2, "answered")
+    plan, call, block = "<plan>look it up</plan>\n", "<wiki_search>a</wiki_search>", observation(" ".join(map(str, range(80))))
+    last, task = "<think>found</think>\n<answer>Citya</answer>", Task("t", "Capital of Landa?", "Citya", "mhqa", "mhqa")
+    tokenizer = train_tokenizer([plan + call + block, last], 300, ["<plan>", "</plan>"])
     own = prompt_ids(prompt("mhqa", task.question, brief=True), tokenizer)
-    assert seen[1].prompt_ids == own + encode("<plan>look it up</plan>\n", tokenizer, eos=False).ids and seen[1].limits.turns == 3
-    assert len(evaluate.sampled_chains(recorder, options(prompt="brief", trim=False, total_tokens=200), "coa", [task], [0], 0.0)) == 1
+
+    def run(total_tokens, *texts, trim=True):
+        """(row, requests) of episodes that end at a cap with these (text, pending observation), and then one with the answer."""
+        said, seen = iter(texts), []
+
+        class Recorder:
+            def rollout(self, requests, **_):
+                seen.extend(requests)
+                text, pending = next(said, (last, None))
+                encoded, start = encode(text, tokenizer, eos=False), requests[0].prompt_ids
+                return [Episode(start + encoded.ids, [0] * len(start) + list(encoded.source), [], "answered" if pending is None else "token_cap", text, len(start), "t", 0, 1, 1, 0, 0, 0.0, pending or "")]
+        recorder = Recorder()
+        recorder.tokenizer = tokenizer
+        (row,) = evaluate.sampled_chains(recorder, options(prompt="brief", trim=trim, total_tokens=total_tokens), "coa", [task], [0], 0.0)
+        return row, seen
+
+    def ids(text):
+        return encode(text, tokenizer, eos=False).ids
+    whole = len(own) + len(ids(plan + call + block))
+    for text, pending in ((plan + call + block, ""), (plan + call, block)):           # full behind the observation; the observation did not fit
+        row, seen = run(whole, (text, pending))
+        assert row["text"] == plan + call + block + last and (row["trimmed"], row["turns"], row["tool_calls"], row["end_reason"]) == (1, 2, 2, "answered")
+        assert seen[1].prompt_ids == own + ids(plan) and seen[1].limits.turns == 3 and row["tokens_read"] == len(ids(block))
+        assert run(whole, (text, pending), trim=False)[0]["text"] == text
+    row, seen = run(len(own) + 2 * (whole - len(own)), (plan + call, block))          # where there is room, the call goes on with its result
+    assert seen[1].prompt_ids == own + ids(plan + call + block)
+    row, seen = run(whole + 1, (plan + call + block, ""))                             # the cap on one generation: a served chain ends here too
+    assert (row["end_reason"], row["turns"], len(seen)) == ("token_cap", 1, 1)
 
 
 def test_a_missing_model_names_the_command_that_makes_it(tmp_path):
@@ -460,6 +554,37 @@ def test_a_missing_model_names_the_command_that_makes_it(tmp_path):
     result = subprocess.run([sys.executable, str(ROOT / "evaluate.py"), "--model", "sft=runs/demo/sft/model", "--tasks", "t.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                             env=environment())
     assert result.returncode == 2 and "python sft.py" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (("--model", "a/model", "b/model"), "two stages are called model"), (("--ask", "Who?", "--endpoint", "http://127.0.0.1:9/v1"), "--ask")])
+def test_options_that_contradict_each_other_end_in_one_line(arguments, complaint):
+    result = subprocess.run([sys.executable, "evaluate.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment())
+    assert result.returncode == 2 and complaint in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_ask_answers_as_a_stage_would(monkeypatch, capsys):
+    tokenizer, seen, loaded = train_tokenizer(["abc"], 300, ["<think>"]), [], []
+
+    class Recorder:
+        def rollout(self, requests, **_):
+            seen.extend(requests)
+            return [SimpleNamespace(text="<answer>Citya</answer>", end_reason="answered", tool_calls=0)]
+    recorder = Recorder()
+    recorder.tokenizer = tokenizer
+    monkeypatch.setattr(evaluate, "load_model", lambda path, dtype, device: loaded.append((dtype, device.type)))
+    monkeypatch.setattr(evaluate, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(evaluate, "Sampler", lambda *_, **__: recorder)
+    parser = argparse.ArgumentParser()
+    add_tool_arguments(parser)
+    for method, declare, device in (("coa", [], "cpu"), ("coa", ["code"], "cuda"), ("direct", [], "cuda")):
+        args = options(**vars(parser.parse_args(["--no-tools"])), agent="web", method=[method], declare=declare)
+        evaluate.ask("Who?", "m", args, torch.device(device))
+        assert seen[-1].prompt_ids == prompt_ids(evaluate.task_prompt(Task("ask", "Who?", "", "", "web"), args, method), tokenizer)
+    assert [(r.profile, r.limits.turns) for r in seen] == [("web", 4), ("web_code", 4), ("web", 1)] and "answer: Citya" in capsys.readouterr().out
+    assert loaded == [(torch.float32, "cpu"), (torch.bfloat16, "cuda"), (torch.bfloat16, "cuda")]
+    with pytest.raises(InputError, match="agent profile 'nobody'"):
+        evaluate.ask("Who?", "m", options(**vars(parser.parse_args(["--no-tools"])), agent="nobody", method=["coa"]), torch.device("cpu"))
 
 
 def test_a_team_of_agents_on_a_server_is_a_baseline(monkeypatch):

@@ -53,6 +53,9 @@ class Hostile(http.server.BaseHTTPRequestHandler):
     def page_redirect(self, rest):
         self.answer(b"", 302, Location=rest)
 
+    def page_nowhere(self, rest):
+        self.answer(b"", 302, Location="http://[bad")
+
     def page_loop(self, rest):
         self.answer(b"", 302, Location="/loop?" + rest + "x")
 
@@ -119,6 +122,9 @@ class Hostile(http.server.BaseHTTPRequestHandler):
     def page_deep(self, rest):
         self.answer(b"<p>before</p>" + b"<div>" * 200_000 + b"deep")
 
+    def page_host(self, rest):
+        self.answer(self.headers["Host"].encode())
+
     def page_error(self, rest):
         self.answer(b"oops", 500)
 
@@ -153,8 +159,21 @@ def test_odd_but_readable_pages(port, path, text):
     assert read(port, path)[1].startswith(text)
 
 
+@pytest.mark.parametrize("html, text", [
+    (b"<div>one\x0c<p>two</div>", "one\ntwo"), (b"<p>\x1b[1mbold\x01<br>next", "[1mbold\nnext"), (b"<p>a&#1;<br>b", "a\nb"), ("<p>a\ufffe<br>b\uffff".encode(), "a\nb"),
+    (b"<p>see <a href='http://[bad'>this</a> and <a href='/x'>that</a>", "see this and that"), (b"<meta charset=undefined><p>good", "good"),
+    (b"<meta charset=idna><p>good", "good"), (b"<meta charset=utf-7><p>half a +2AA- pair<p>more", "half a pair\nmore"), (b"<meta charset=punycode><p>good-9a", "good-9a")])
+def test_what_xml_cannot_hold_is_left_out_and_the_page_is_read(html, text):
+    assert page_text(html, "text/html", None, "http://a.example/") == ("", text, [("that", "http://a.example/x")] if "href" in str(html) else [])
+
+
+def test_what_the_parser_refuses_is_a_fetch_error():
+    with pytest.raises(FetchError, match="cannot be read"):
+        page_text(b"<?xml?><?xml version='1.0' encoding='utf-8'?><p>x", "text/html", None, "http://a.example/")
+
+
 @pytest.mark.parametrize("path, message", [
-    ("pdf", "application/pdf cannot be read"), ("hiddenpdf", "application/pdf cannot be read"), ("empty", "the page is empty"), ("blank", "the page is empty"),
+    ("nowhere", "cannot be read"), ("pdf", "application/pdf cannot be read"), ("hiddenpdf", "application/pdf cannot be read"), ("empty", "the page is empty"), ("blank", "the page is empty"),
     ("missing", "HTTP 404"), ("error", "HTTP 500"), ("loop?", "too many redirects"), ("notgzip", "cannot be read"), ("garbage", "cannot be read")])
 def test_unreadable_pages_have_their_words(port, path, message):
     with pytest.raises(FetchError, match=message):
@@ -198,6 +217,13 @@ def test_private_server_needs_permission(port):
         read(port, "good", web=Web(allowed=(f"127.0.0.1:{port + 1}",)))
 
 
+def test_host_header_is_the_name_that_was_resolved(port, monkeypatch):
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda host, *args, **kwargs: resolve("127.0.0.1", *args, **kwargs))
+    url, name = f"http://me@Пример.example.:{port}/host", f"xn--e1afmkfd.example:{port}"
+    assert fetch.fetch(url, Web(allowed=(name,)), time.monotonic() + 5)[0] == name.encode()
+
+
 def test_name_is_resolved_once_so_a_changing_answer_changes_nothing(port, monkeypatch):
     """DNS rebinding: public when it is checked, loopback when it is used."""
     answers, connected = ["93.184.215.14", "127.0.0.1", "127.0.0.1"], []
@@ -222,7 +248,7 @@ def test_one_private_address_among_public_ones_refuses_the_host(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "100.100.100.200", "0.0.0.0", "224.0.0.1",
-                                     "255.255.255.255", "192.0.2.1", "198.18.0.1", "240.0.0.1", "168.63.129.16", "::1", "::", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1",
+                                     "255.255.255.255", "192.0.0.192", "192.0.0.9", "192.0.2.1", "198.18.0.1", "240.0.0.1", "168.63.129.16", "::1", "::", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1",
                                      "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "2002:7f00:1::", "2002:0a00:0001::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
                                      "2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:db8::1", "fec0::1"])
 def test_address_that_must_not_be_reached(address):
@@ -243,13 +269,15 @@ def test_odd_urls_are_refused(url):
 
 @settings(max_examples=200, deadline=None)
 @example(body=b"</\x01", kind="text/html", charset=None)
-@given(st.binary(max_size=300), st.sampled_from(["text/html", "text/plain", "application/xhtml+xml"]), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "base64", "x", "latin-1"]))
+@given(st.binary(max_size=300), st.sampled_from(["text/html", "text/plain", "application/xhtml+xml"]),
+       st.sampled_from([None, "utf-8", "utf-16", "utf-7", "base64", "x", "latin-1", "undefined", "idna", "punycode", "unicode_escape", "a\0b"]))
 def test_any_bytes_become_text_or_a_fetch_error(body, kind, charset):
     try:
         title, text, links = page_text(body, kind, charset, "http://a.example/")
     except FetchError:
         return
     assert text and isinstance(title, str) and all(link.startswith("http") for _, link in links)
+    (title + text).encode()
 
 
 def test_nothing_leaks(port):

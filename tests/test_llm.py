@@ -3,9 +3,12 @@ import http.server
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -52,12 +55,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.reply(200, b"{not json")
         elif action == "empty":
             self.reply(200, b'{"choices": []}')
+        elif action == "half":
+            self.reply(200, b'{"choices": [{"message": {"content": "half \\ud83d"}, "text": "half \\ud83d"}]}')
         elif action == "odd":
             self.reply(200, b'{"choices": [{"delta": 1}]}')
         elif isinstance(action, tuple):
             self.reply(action[0], b"busy", **action[1])
         elif isinstance(action, int):
-            self.reply(action, f"no: {self.headers.get('Authorization')}".encode())
+            self.reply(action, f"no:\n{self.headers.get('Authorization')}".encode())
         else:
             text = f"echo {len(server.requests)}"
             choice = {"message": {"role": "assistant", "content": text}} if self.path.endswith("chat/completions") else {"text": text, "stop_reason": "</answer>"}
@@ -122,6 +127,20 @@ def test_it_gives_up_after_the_given_attempts_and_says_why(server, llm):
     with pytest.raises(LLMError, match="HTTP 500.*attempt 4 of 4"):
         llm.chat(MESSAGES)
     assert len(server.requests) == 4
+
+
+def test_lone_surrogates_are_replaced_in_cached_answers_too(server, tmp_path):
+    llm = LLM(server.url, "m", cache_path=tmp_path / "c.sqlite")
+    server.script = ["half", "half"]
+    assert [llm.chat(MESSAGES), llm.chat(MESSAGES), llm.complete("x").text] == ["half ?"] * 3
+    llm.close()
+
+
+def test_script_says_in_one_line_what_a_server_refuses(server):
+    server.script = [404]
+    command = [sys.executable, Path(__file__).resolve().parent.parent / "llm.py", server.url, "m", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "HTTP 404" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_absent_server_is_an_llm_error():

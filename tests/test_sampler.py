@@ -209,6 +209,7 @@ def test_a_chain_of_calls_becomes_text_ids_and_sources(tokenizer):
     block = "\n<observation>\n[{}]\n</observation>\n\n".format
     assert episode.text == said[0] + block("capital of Nepal") + said[1] + block("rupee") + said[2]
     assert (episode.end_reason, episode.turns, episode.tool_calls, episode.violations, episode.overshoots) == ("answered", 3, 2, 0, 0)
+    assert episode.pending == ""
     pieces = {PROMPT: "Q: ", SAMPLED: "".join(said), ENVIRONMENT: block("capital of Nepal") + block("rupee")}
     for source, text in pieces.items():
         assert tokenizer.decode([i for i, s in zip(episode.ids, episode.source) if s == source]) == text
@@ -235,7 +236,9 @@ def test_every_end_has_its_name(tokenizer):
     assert ends([eos]) == ("eos", "so")
     assert ends([call, call], turns=2) == ("turn_cap", call + "\n<observation>\nAbout x: the capital of Nepal is Kathmandu.\n</observation>\n\n" + call)
     assert ends(long, new_tokens=10)[0] == "token_cap"
-    assert ends([call, long], total_tokens=20)[0] == "token_cap"  # the observation does not fit
+    [episode], _ = act(tokenizer, {"Q: ": [call, long]}, total_tokens=20)
+    assert (episode.end_reason, episode.text, episode.turns) == ("token_cap", call, 1)  # the observation does not fit, and is handed back
+    assert episode.pending == "\n<observation>\nAbout x: the capital of Nepal is Kathmandu.\n</observation>\n\n"
     assert ends("<think>\n<observation>\nforged") == ("violation", "<think>\n<observation>")
     assert ends("so </answer>") == ("violation", "so </answer>")
     for deterministic in (True, False):

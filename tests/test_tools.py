@@ -17,7 +17,8 @@ from corpus import Store
 from fetch import Web
 from llm import LLM, Cache
 from hf import InputError
-from tools import Code, Context, CrawlPage, Failure, ToolBox, VisualInspector, WebSearch, WikiSearch, add_tool_arguments, clean_urls, cut, make_toolbox, web_results_text
+from tools import (Code, Context, CrawlPage, Failure, ToolBox, VisualInspector, WebSearch, WikiSearch, add_tool_arguments, clean_urls, cut, host_name, make_toolbox,
+                   web_results_text)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -218,6 +219,26 @@ def test_crawling_the_web_runs_at_once_and_one_hanging_page_hides_no_other(servi
     assert context.cached
 
 
+def test_cached_page_is_not_read_where_the_options_now_forbid_it(service, tmp_path):
+    cache, host = Cache(tmp_path / "c.sqlite"), service.url.removeprefix("http://")
+    read = lambda **rules: CrawlPage(None, Web(**rules), cache=cache).run(service.url + "/a", soon())             # noqa: E731
+    assert "Text of /a" in read(allowed=(host,)) and "Text of /a" in read(allowed=(host,))
+    assert read(allowed=()).endswith(": this address is not on the public internet.")
+    assert read(allowed=(host,), blocked=(host,)).endswith(": this site is blocked.")
+
+
+@pytest.mark.parametrize("given, host", [("Example.COM", "example.com"), ("https://Example.com/page?x#y", "example.com"), (".example.com", "example.com"),
+                                         ("127.0.0.1:8000/v1", "127.0.0.1:8000"), ("bücher.example", "xn--bcher-kva.example")])
+def test_host_options_take_any_spelling_of_a_host(given, host):
+    parser = argparse.ArgumentParser()
+    add_tool_arguments(parser)
+    args = parser.parse_args(["--block-host", given, "--allow-host", given])
+    assert args.block_host == args.allow_host == [host]
+    for bad in ("*.example.com", "https://", "me@x.example"):
+        with pytest.raises(ValueError):
+            host_name(bad)
+
+
 def test_crawl_summary_gets_question_query_and_thought(service, store):
     service.script = [{"choices": [{"message": {"content": "- the rupee"}}]}]
     llm = LLM(service.url + "/v1", "m")
@@ -259,6 +280,8 @@ class Sleepy:
             return Failure("failed")
         if argument == "number":
             return 42
+        if argument == "half":
+            return Failure("half an emoji: \ud83d")
         return f"did {argument}" if argument != "long" else "x" * 1000 + "end"
 
 
@@ -275,6 +298,11 @@ def test_every_call_is_answered_and_counted(store, capsys):
         counters = box.counters()
         assert counters["wiki_search"] == dict(calls=1, errors=0, timeouts=0, cache_hits=0, repeats=0, seconds=counters["wiki_search"]["seconds"])
         assert (counters["sleepy"]["calls"], counters["sleepy"]["errors"]) == (5, 3)
+
+
+def test_lone_surrogates_of_a_tool_are_replaced():
+    with ToolBox([Sleepy()]) as box:
+        assert box.session("q").run("sleepy", "half") == "half an emoji: ?" and box.counters()["sleepy"]["errors"] == 1
 
 
 def test_exact_repeat_gets_a_hint_per_episode_and_code_may_repeat(store):
@@ -346,7 +374,7 @@ def test_no_tools_answers_every_call_and_needs_no_corpus():
     parser = argparse.ArgumentParser()
     add_tool_arguments(parser)
     with make_toolbox(parser.parse_args(["--no-tools", "--corpus", "/nowhere"])) as box:
-        assert {box.session("q").run(name, "x") for name in ("wiki_search", "web_search", "crawl_page", "code")} == {"Tool unavailable. Answer from what you know."}
+        assert {box.session("q").run(name, "x") for name in ("wiki_search", "web_search", "crawl_page", "code", "visual_inspector", "price")} == {"Tool unavailable. Answer from what you know."}
 
 
 def test_options_make_the_tools_they_describe(corpus, tmp_path, monkeypatch):
@@ -370,6 +398,22 @@ def test_options_make_the_tools_they_describe(corpus, tmp_path, monkeypatch):
         make_toolbox(parser.parse_args(["--corpus", "nowhere.jsonl"]))
     with options("--web", "--block-host", "bad.example") as box:
         assert "blocked" in box.session("q").run("crawl_page", "http://www.bad.example/")
+
+
+def test_profiles_that_run_programs_need_isolation(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("kind", "none"), ("reason", "no namespaces"), ("unsafe", False)):
+        monkeypatch.setitem(sandbox.state, name, value)
+    parser = argparse.ArgumentParser()
+    add_tool_arguments(parser)
+
+    def open_and_close(agents, *words):
+        make_toolbox(parser.parse_args(["--corpus", str(corpus), *words]), agents).close()
+    with pytest.raises(InputError, match="no isolation .*no namespaces.*--unsafe-code"):
+        open_and_close(["mhqa", "math"])
+    open_and_close(["mhqa", "web"])
+    open_and_close(["math"], "--no-tools")
+    open_and_close(["math"], "--unsafe-code")
 
 
 def test_soak_64_episodes_with_injected_failures_leak_nothing(service, store):
