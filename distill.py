@@ -533,7 +533,7 @@ def parse_arguments(argv=None):
     add_common_arguments(parser, "runs/demo/distill", tasks=["data/tasks/sft.jsonl"])
     group = parser.add_argument_group("teacher")
     group.add_argument("--preset", choices=PRESETS, help="the paper's prompt form and room for this agent; options given beside it win")
-    group.add_argument("--teacher", default="scripted", help="scripted, URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
+    group.add_argument("--teacher", "--model", default="scripted", help="scripted, URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
     group.add_argument("--teacher-model", default="", help="name of the model on the server")
     group.add_argument("--samples", type=int, default=2, help="episodes a task (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="only the first that many tasks (default: all)")

@@ -152,16 +152,18 @@ def write_directory(path, config: dict, tensors: dict, generation: dict, tokeniz
     if generation:
         (new / "generation_config.json").write_text(json.dumps(generation, indent=2))
     (new / "config.json").write_text(json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2))
-    written, mode = [file.name for file in new.iterdir()], (new / "config.json").stat().st_mode
+    mode = (new / "config.json").stat().st_mode
+    written = [file.relative_to(new) for file in new.rglob("*") if file.is_file()]      # (further chat templates lie in a folder)
     for name in written:
         os.chmod(new / name, mode)                    # safetensors writes its files readable by the owner only
         with open(new / name, "rb") as file:
             os.fsync(file.fileno())
+        (path / name).parent.mkdir(exist_ok=True)
         os.replace(new / name, path / name)
     for old in path.glob("model*.safetensors*"):      # shards that a smaller model no longer has
-        if old.name not in written:
+        if old.relative_to(path) not in written:
             old.unlink()
-    new.rmdir()
+    shutil.rmtree(new)
 
 
 def load_tokenizer(path_or_name):

@@ -120,8 +120,9 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR":
 
 def give_up_privileges(limits, kind: str):
     """After this the process has no capability, cannot gain one, and is bound by limits."""
-    if kind != "unsafe" and os.geteuid() == 0 and can_become(PROGRAM_ID if kind == "namespaces" else 65534):
-        identity = PROGRAM_ID if kind == "namespaces" else 65534
+    # under bubblewrap an unused user of its own per call: RLIMIT_NPROC counts per user
+    identity = PROGRAM_ID if kind == "namespaces" else 61000 + int.from_bytes(os.urandom(2), "big") % 4096
+    if kind != "unsafe" and os.geteuid() == 0 and can_become(identity):
         os.setgroups([])
         os.setresgid(identity, identity, identity)
         os.setresuid(identity, identity, identity)
@@ -247,7 +248,7 @@ def become_program(files: list, folder: str, limits, kind: str):
         source = read_all(code)
         for target, fd in enumerate((stdin, stdout, stderr)):
             os.dup2(fd, target)
-        os.closerange(3, 256)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))       # the caller may have had many open: ours keep its numbers
         os.chdir(folder)
         give_up_privileges(limits, kind)
         exit_code = run_program(source, folder)
@@ -343,6 +344,7 @@ def serve(connection: socket.socket):
     with open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")                                   # out of memory: the kernel takes programs first
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    os.umask(0o022)                                       # programs, which are nobody, must be able to read the root built below
     kernel("unshare", NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP)
     connection.send(b"unshared")
     if connection.recv(64) != b"go":                      # the caller writes our user id map: only it may map a second id
@@ -396,16 +398,17 @@ def system_paths() -> list:
 def build_root():
     """A new root on a tmpfs with read-only bind mounts, then the old one is detached: nothing else is reachable by any path."""
     kernel("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
+    real = {path: os.path.realpath(path) for path in system_paths()}         # a link above a path would lead nowhere in the new root
     kernel("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     kernel("pivot_root", "/tmp", "/tmp/old")
     os.chdir("/")
-    for path in system_paths():
+    for path, source in real.items():
         if os.path.islink("/old" + path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.symlink(os.readlink("/old" + path), path)
-        elif os.path.exists("/old" + path):
-            bind("/old" + path, path)
+        elif os.path.exists("/old" + source):
+            bind("/old" + source, path)
     for device in DEVICES:
         bind("/old/dev/" + device, "/dev/" + device, device=True)
     for name, target in DEVICE_LINKS.items():

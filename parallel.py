@@ -4,6 +4,7 @@ Files first, because every script uses them even on one laptop: a file appears w
 last checkpoint, and a run that is started again with the same command goes on where it stopped.
 """
 import argparse
+import fcntl
 import hashlib
 import itertools
 import json
@@ -130,12 +131,29 @@ def start_run(out, config, fresh, result, owns=("checkpoint", "model", "metrics.
     return from_rank_0(outcome)
 
 
+LOCKS = {}                                                       # folder -> its lock file, held until this process ends
+
+
+def lock_folder(out):
+    """One process a folder: a second one would delete what the first is writing. The system gives a killed process's lock back."""
+    if out.resolve() not in LOCKS:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{out} is in use by another run: wait for it, or choose another --out") from None
+        LOCKS[out.resolve()] = file
+
+
 def _open_folder(out, config, fresh, result, owns):
+    """start_run on rank 0."""
     names, config_file = [result, *(name for name in owns if name != result)], out / "config.json"
     config = {"made_by": Path(sys.argv[0]).name, **config}
     old = json.loads(config_file.read_text()) if config_file.exists() else {}
     if "made_by" not in old and (config_file.exists() or any((out / name).exists() for name in names)):
         raise InputError(f"{out} holds files that no run made: choose another --out")
+    lock_folder(out)
     if fresh:
         for path in [out / name for name in [*names, "config.json"]]:       # config.json last: killed in between, the folder is still ours
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -24,35 +24,50 @@ fi
 mkdir -p "$RUN"
 
 step() {   # step NAME RESULT COMMAND...: runs the command, adds its seconds to seconds.json unless its result was there before
-  local name=$1 result=$2 there="" started=$SECONDS status=0; shift 2
+  local name=$1 result=$2 there="" status=0; shift 2
   [ ! -e "$result" ] || [ -n "${FRESH:-}" ] || there=1
   printf '\n== %s: %s\n' "$name" "$*"
+  [ -n "$there" ] || seconds begin "$name" "$(dirname "$result")"
   "$@" || status=$?
-  [ -n "$there" ] || seconds "$name" $((SECONDS - started))
+  [ -n "$there" ] || seconds end "$name"
   return "$status"
 }
-seconds() {
-  python - "$RUN/seconds.json" "$1" "$2" <<'PY'
-import json, os, sys
-path, name, spent = sys.argv[1], sys.argv[2], int(sys.argv[3])
-table = json.load(open(path)) if os.path.exists(path) else {}
-table[name] = table.get(name, 0) + spent
-with open(path + ".new", "w") as f:
-    json.dump(table, f)
-os.replace(path + ".new", path)
+seconds() {   # of a step that was killed: from its beginning to its last file
+  python - "$RUN" "$@" <<'PY'
+import json, os, sys, time
+from pathlib import Path
+run, what, name, *more = sys.argv[1:]
+def put(path, value):
+    path.with_suffix(".new").write_text(json.dumps(value))
+    os.replace(path.with_suffix(".new"), path)
+path, begun = Path(run, "seconds.json"), Path(run, ".begun.json")
+table = json.loads(path.read_text()) if path.exists() else {}
+step, start = json.loads(begun.read_text()) if begun.exists() else (None, 0)
+spent = 0
+if what == "add":
+    spent = int(more[0])
+elif what == "end":
+    spent = time.time() - start
+    begun.unlink()
+else:
+    if step == name:
+        spent = max([start, *(file.stat().st_mtime for file in Path(more[0]).rglob("*") if file.is_file())]) - start
+    put(begun, [name, time.time()])
+if spent:
+    put(path, {**table, name: round(table.get(name, 0) + spent)})
 PY
 }
 
-[ -z "${FRESH:-}" ] || rm -f "$RUN/seconds.json"
-[ "$INSTALL_SECONDS" -lt 2 ] || seconds install "$INSTALL_SECONDS"
-python sandbox.py "${unsafe[@]}"                       # can model-written code be isolated here? Better known now than after minutes of training
+[ -z "${FRESH:-}" ] || rm -f "$RUN/seconds.json" "$RUN/.begun.json"
+[ "$INSTALL_SECONDS" -lt 2 ] || seconds add install "$INSTALL_SECONDS"
+python sandbox.py ${unsafe[@]+"${unsafe[@]}"}                       # can model-written code be isolated here? Better known now than after minutes of training
 
-step distill  "$RUN/distill/sft.jsonl"  python distill.py  --out "$RUN/distill" "${common[@]}" "${unsafe[@]}" "${distill[@]}"
-step sft      "$RUN/sft/model"          python sft.py      --out "$RUN/sft" --tasks "$RUN/distill/sft.jsonl" "${common[@]}" "${sft[@]}"
-step rl       "$RUN/rl/model"           python rl.py       --out "$RUN/rl" --model "$RUN/sft/model" "${common[@]}" "${unsafe[@]}" "${rl[@]}"
-step evaluate "$RUN/report.json"        python evaluate.py --out "$RUN/eval" --model "${models[@]}" "${common[@]}" "${unsafe[@]}" "${evaluate[@]}"
+step distill  "$RUN/distill/sft.jsonl"  python distill.py  --out "$RUN/distill" "${common[@]}" ${unsafe[@]+"${unsafe[@]}"} ${distill[@]+"${distill[@]}"}
+step sft      "$RUN/sft/model"          python sft.py      --out "$RUN/sft" --tasks "$RUN/distill/sft.jsonl" "${common[@]}" ${sft[@]+"${sft[@]}"}
+step rl       "$RUN/rl/model"           python rl.py       --out "$RUN/rl" --model "$RUN/sft/model" "${common[@]}" ${unsafe[@]+"${unsafe[@]}"} ${rl[@]+"${rl[@]}"}
+step evaluate "$RUN/report.json"        python evaluate.py --out "$RUN/eval" --model "${models[@]}" "${common[@]}" ${unsafe[@]+"${unsafe[@]}"} ${evaluate[@]+"${evaluate[@]}"}
 [ "$SPEEDRUN" = full ] || python evaluate.py --check-report "$RUN"
 
 printf '\n== one chain of the final model\n'
-python evaluate.py --ask "What is the currency of the country whose capital is Kathmandu?" --model "rl=$RUN/rl/model" "${unsafe[@]}"
+python evaluate.py --ask "What is the currency of the country whose capital is Kathmandu?" --model "rl=$RUN/rl/model" ${unsafe[@]+"${unsafe[@]}"}
 printf '\nReport: %s   traces: %s   curves: %s\n' "$RUN/report.md" "$RUN/traces.html" "$RUN/curves.png"

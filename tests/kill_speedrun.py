@@ -5,6 +5,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,11 +32,11 @@ def kill_in(step, run, delay):
         assert process.poll() is None, f"ended before {step}, see {log}"
         time.sleep(0.1)
     time.sleep(delay)
-    over = process.poll() is not None
-    if not over:
-        os.killpg(process.pid, signal.SIGKILL)
+    assert process.poll() is None, f"over before it could be killed, see {log}"
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    print(f"{step}: killed after {delay:.1f} s" + (", when all was over" if over else ""), flush=True)
+    last = re.findall(r"^== (\w+)", log.read_text()[seen:], re.M)[-1]
+    print(f"{step}: killed after {delay:.1f} s" + ("" if last == step else f", already in {last}"), flush=True)
 
 
 def numbers(run):

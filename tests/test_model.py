@@ -135,7 +135,7 @@ def test_load_save_gives_byte_equal_tensors_and_keeps_the_rest(tmp_path):
     original = random_model(small_config(tie_word_embeddings=True), dtype=torch.bfloat16)
     original.generation_config = {"eos_token_id": [3, 5], "temperature": 0.6}
     tokenizer = train_tokenizer(["some text 12"] * 3, 280, ["<think>"])
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = {"default": "{% for m in messages %}{{ m['content'] }}{% endfor %}", "tool_use": "tools"}      # the second in a folder of its own
     save_model(original, None, tmp_path / "a")
     again = load_model(tmp_path / "a", torch.bfloat16)
     save_model(again, tokenizer, tmp_path / "b")

@@ -107,7 +107,19 @@ def test_same_config_resumes_changed_config_is_named_fresh_starts_over(tmp_path)
     (out / "model").mkdir()
     assert start_run(out, {**config, "lr": 0.2}, False, "model") == "done"
     assert start_run(out, config, True, "model") == "new"
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "my_notes.txt"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "config.json", "my_notes.txt"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    program = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from parallel import start_run; print(start_run({str(tmp_path / 'out')!r}, {{}}, False, 'model'), flush=True); "
+               "input()")
+    first = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout.readline() == "new\n"
+    with pytest.raises(InputError, match="out is in use by another run"):
+        start_run(tmp_path / "out", {}, False, "model")
+    first.kill()
+    first.communicate()
+    assert start_run(tmp_path / "out", {}, False, "model") == "new"                       # a killed run holds nothing
 
 
 def test_a_folder_that_no_run_made_is_never_touched(tmp_path):

@@ -16,7 +16,7 @@ import tasks
 from llm import LLM
 from tasks import InputError, Task, grade, load_tasks
 
-BENCHMARKS = Path(os.environ.get("COA_BENCHMARKS", Path(__file__).resolve().parent.parent.parent / "shared" / "benchmarks"))
+BENCHMARKS = Path(os.environ.get("COA_BENCHMARKS", "nowhere"))                  # a folder of public benchmark files; the project ships none
 needs_benchmarks = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="no benchmark files (COA_BENCHMARKS)")
 
 
