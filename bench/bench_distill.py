@@ -3,6 +3,7 @@
 Reads the traces that distill.py has recorded and counts, with one tokenizer for both sides:
 
 team           every call of an agent reads that agent's private history again and writes a reply
+team, cached   the same with a prefix cache: each agent's history is read once
 chain          the brief prompt and the chain in one decoding, every token once (a KV cache that lives through the episode, or a prefix cache)
 chain, resent  the chain through a completion server without a prefix cache: the text so far is read again after each tool
 
@@ -29,16 +30,16 @@ from parallel import read_jsonl  # noqa: E402
 
 
 def trace_cost(trace, count):
-    """{"team", "chain", "chain, resent": tokens, "calls": of the team's model, "tool calls"} of one episode; count(text) -> tokens."""
+    """{"team" (resent at every call), "team, cached", "chain", "chain, resent": tokens, "calls": of the team's model, "tool calls"} of one episode; count(text) -> tokens."""
     prompts = {name: agent_prompt(trace.agent, tag) for tag, (name, _, _) in team(trace.agent).items()}
-    read, total = {}, 0
+    read, total = {}, 0                                                     # read: an agent's whole history, a prefix of which it is sent at every call
     for step in trace.steps:
         agent = step["agent"]
         read[agent] = read.get(agent, count(prompts[agent])) + count(step["state"]) + count(step["reply"])
         total += read[agent]
     opening = count(prompt(trace.agent, trace.question, True))
     stops = [segment.end for segment in parse(trace.chain) if segment.source == "environment"] + [len(trace.chain)]
-    return {"team": total, "chain": opening + count(trace.chain), "chain, resent": sum(opening + count(trace.chain[:stop]) for stop in stops),
+    return {"team": total, "team, cached": sum(read.values()), "chain": opening + count(trace.chain), "chain, resent": sum(opening + count(trace.chain[:stop]) for stop in stops),
             "calls": len(trace.steps), "tool calls": len(stops) - 1}
 
 
@@ -69,10 +70,10 @@ if __name__ == "__main__":
         print(f"{key:16}{n / len(traces):14.1f}{n / solved if solved else float('nan'):18.1f}")
     if usage := server_usage(Path(args.out) / "llm_cache.sqlite"):
         print("the server counted for the team: {calls} calls, {prompt_tokens} prompt and {completion_tokens} completion tokens".format(**usage))
-    for key in ("chain", "chain, resent"):
-        saving = 1 - total[key] / total["team"]
-        print(f"{key}: {abs(100 * saving):.1f} % {'fewer' if saving > 0 else 'more'} tokens than the team")
-        print(json.dumps({"bench": "distill_tokens", "ours": round(total[key] / len(traces), 1), "peer": round(total["team"] / len(traces), 1),
-                          "ratio": round(total["team"] / total[key], 2), "unit": "tokens per episode",
-                          "setting": {"form": key, "teacher": traces[0].teacher, "episodes": len(traces), "solved": solved,
+    for key, peer in (("chain", "team, cached"), ("chain, resent", "team")):                # like with like: a prefix cache for both, or for neither
+        saving = 1 - total[key] / total[peer]
+        print(f"{key}: {abs(100 * saving):.1f} % {'fewer' if saving > 0 else 'more'} tokens than {peer}")
+        print(json.dumps({"bench": "distill_tokens", "ours": round(total[key] / len(traces), 1), "peer": round(total[peer] / len(traces), 1),
+                          "ratio": round(total[peer] / total[key], 2), "unit": "tokens per episode",
+                          "setting": {"form": key, "peer": peer, "teacher": traces[0].teacher, "episodes": len(traces), "solved": solved,
                                       "tokenizer": args.model, "server": usage}}))

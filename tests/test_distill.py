@@ -367,11 +367,12 @@ def test_pass_filter_keeps_rates_within_the_bounds():
 def test_cost_counts_a_private_history_again_at_every_call():
     trace = scripted_trace(TWO_HOPS)
     cost = trace_cost(trace, lambda text: len(text.split()))
-    log, total = [], 0
+    log, total, last = [], 0, {}
     Teacher(recording(Scripted(TWO_HOPS, team("mhqa"), mistakes=0, reflect=0), log), World(), TWO_HOPS.question, "mhqa").solve()
     for _, messages, reply in log:
-        total += sum(len(m["content"].split()) for m in messages) + len(reply.split())
-    assert cost["team"] == total and cost["calls"] == len(log) and cost["tool calls"] == 2
+        last[messages[0]["content"]] = sum(len(m["content"].split()) for m in messages) + len(reply.split())
+        total += last[messages[0]["content"]]
+    assert cost["team, cached"] == sum(last.values()) < cost["team"] == total and cost["calls"] == len(log) and cost["tool calls"] == 2
     assert cost["chain"] < cost["chain, resent"]
 
 
