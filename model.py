@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf import ModelConfig, load_tokenizer, local_directory, read_json, read_tensors, write_directory  # noqa: F401 (load_tokenizer: its place is beside load_model)
 
-BUCKET = 64     # a decode step attends to the longest row's length rounded up to this
+BUCKET = 16     # a decode step attends to the longest row's length rounded up to this
 CHUNK = 512     # positions whose logits exist at one time in token_logprobs
 
 PRESETS = {   # for training from scratch: dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer))
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         self.rope_table = torch.empty(0, 0)      # cos and sin, grown on demand; no buffer: meta init and .to(bf16) must not touch it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, parameter in self.named_parameters():       # variance-preserving; blocks write small into the residual stream
             if name.endswith("bias"):
@@ -123,9 +123,9 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, KV * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(D, KV * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(H * config.head_dim, D, bias=bias and config.model_type != "qwen2")
-        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.model_type == "qwen3" else nn.Identity()
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) if config.model_type == "qwen3" else nn.Identity()
                                     for _ in range(2))
 
     def forward(self, x, cos, sin, mask, cache):
@@ -154,8 +154,19 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)                                                          # (B, KV, S, head_dim)
             if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
                 q = q.reshape(B, k.shape[1], -1, self.head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+        if mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:
+            y = (q * self.head_dim ** -0.5 @ k.transpose(-1, -2) + mask).softmax(-1) @ v    # its CPU kernel leaves single queries to one thread
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.reshape(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1))
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():      # torch's is a chain of twelve small operations
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_().mul(x).mul_(self.weight)
+        return super().forward(x)
 
 
 class MLP(nn.Module):
@@ -318,8 +329,8 @@ class KVCache:
         if self.read == 0:
             return bound, positions, None
         unseen = torch.arange(self.read, device=device) > positions[:, None, :, None]       # (B, 1, T, S)
-        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -math.inf)
-        return bound, positions, mask.repeat(1, 1, self.group, 1)                           # (B, 1, H / KV * T, S), see Attention
+        mask = torch.where(unseen, -math.inf, 0.0).to(dtype)
+        return bound, positions, mask.repeat(1, 1, self.group, 1) if T > 1 else mask        # (B, 1, H / KV * T, S), see Attention; one query: broadcast
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, KV, T, head_dim); return what attention reads, (B, KV, S, head_dim)."""

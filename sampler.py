@@ -494,7 +494,7 @@ class Sampler:
         i = int((need == 0).sum())
         while i < len(lanes):
             j = i + 1
-            while j < len(lanes) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.25 * need[i:j + 1].sum() + 64):
+            while j < len(lanes) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.1 * need[i:j + 1].sum() + 64):
                 j += 1
             for at in range(0, need[j - 1], self.prefill_tokens):  # more than one piece only where one row alone is longer than that
                 self._forward(lanes[i:j], np.minimum(need[i:j] - at, self.prefill_tokens))

@@ -339,10 +339,10 @@ def test_view_shares_memory_and_attention_reads_a_bucket_only(tiny, monkeypatch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **o: seen.append((k.shape[2], k.data_ptr())) or attend(q, k, v, **o))
     with torch.inference_mode():
         tiny(random_ids(2, 70), cache=view)
-        tiny(random_ids(2, 1), cache=view)
-    assert [length for length, _ in seen] == [70, 70, 128, 128]
+        tiny(random_ids(2, 2), cache=view)
+    assert [length for length, _ in seen] == [70, 70, 80, 80]
     assert seen[2][1] == cache.data[0, 0, 2:].data_ptr()                           # no copy of the cache
-    assert cache.host_lengths == [0, 0, 71, 71, 0, 0] and cache.view(1, 4).view(1, 3).rows == range(2, 4)
+    assert cache.host_lengths == [0, 0, 72, 72, 0, 0] and cache.view(1, 4).view(1, 3).rows == range(2, 4)
 
 
 def test_sampling_first_does_not_spoil_training(tiny):
