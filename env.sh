@@ -17,3 +17,4 @@ if [ ! -e "$(stamp)" ]; then
 fi
 INSTALL_SECONDS=$((SECONDS - INSTALL_STARTED))
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"       # threads that wait must not spin: beside another busy program that is 15 times slower
