@@ -41,7 +41,7 @@ class Store:
     def __init__(self, corpus, index_dir="runs/index"):
         self.corpus = Path(corpus)
         if not self.corpus.is_file():
-            raise InputError(f"{corpus}: no such corpus file; expected JSONL rows with id, title, url, text")
+            raise InputError(f"{corpus}: no such corpus file; expected JSONL rows with title, url, text")
         self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
@@ -195,6 +195,8 @@ def build_index(corpus: Path, path: Path):
                 number += 1
                 db.execute("INSERT INTO passages VALUES (?, ?, ?)", (number, page, body))
                 db.execute("INSERT INTO passage_index(rowid, title, body) VALUES (?, ?, ?)", (number, title, body))
+        if not number:
+            raise InputError(f"{corpus}: no pages in this file")
         db.execute("INSERT INTO passage_index(passage_index) VALUES ('optimize')")
         db.executescript("CREATE INDEX by_url ON pages (url_key); CREATE INDEX by_title ON pages (title_key)")
         db.commit()

@@ -385,6 +385,7 @@ class Painter:
 def ask(question, path, args, device):
     """Stream one greedy chain of a local model for a question."""
     task, method = Task("ask", question, "", "ask", args.agent or "mhqa"), args.method[-1]
+    print(f"{path} answers", file=sys.stderr)
     painter = Painter(sys.stdout, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     with make_toolbox(args, [task.agent]) as toolbox:
         sampler = local_sampler(path, toolbox, args, device, slots=1)
@@ -408,7 +409,7 @@ def parse_arguments():
     group.add_argument("--subset", type=int, default=300,
                        help="questions for base and for the run without tools; 0: base gets all, and no run without tools (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="ask only a fixed choice of that many questions (default: all)")
-    group.add_argument("--agent", help="agent profile of rows that name none, and of --ask (default mhqa)")
+    group.add_argument("--agent", choices=PROFILES, help="agent profile of rows that name none, and of --ask (default mhqa)")
     group.add_argument("--declare", nargs="+", default=[], choices=sorted(TOOLS),
                        help="tools to offer beside the profile's own, to see whether an untrained one is used")
     group.add_argument("--judge", metavar="URL",
@@ -449,12 +450,12 @@ if __name__ == "__main__":
         print("\n".join(problems) or f"{args.check_report}/report.json is valid, SFT beats base, every suite used tools")
         sys.exit(1 if problems else 0)
     models = [text.split("=", 1) if "=" in text else (Path(text).name, text) for text in args.model]
-    if args.ask and args.endpoint:
+    if args.ask is not None and args.endpoint:
         raise InputError("--ask streams a local model: leave --endpoint out")
     if "team" in args.method and not args.endpoint:
         raise InputError("--method team: needs --endpoint")
     ranks = setup()
-    if args.ask:
+    if args.ask is not None:
         paths = [path for _, path in models]
         ask(args.ask, ([path for path in paths if Path(path).exists()] or paths)[-1], args, ranks.device)
         teardown()
@@ -467,6 +468,8 @@ if __name__ == "__main__":
     for name, path in models:
         if (path, name) in [(demo, name) for name, (demo, _) in DEMO_MODELS.items()] and not Path(path).exists():
             raise InputError(f"{path}: no such model; {DEMO_MODELS[name][1]}")
+        if not args.endpoint:
+            local_directory(path)                                       # a misspelt one is named before the others are evaluated
     plan = [(name if method == "coa" else f"{name}_{method}", path, method, not args.no_tools,
              subset(tasks, args.subset) if name == "base" else tasks) for name, path in models for method in args.method]
     if args.subset and not args.no_tools and not args.endpoint:

@@ -93,6 +93,8 @@ def local_directory(path_or_name) -> Path:
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
     if Path(path_or_name).is_dir():
         return Path(path_or_name)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path_or_name)) or str(path_or_name).startswith("."):
+        raise InputError(f"{path_or_name}: no such directory (and no hub id, which is NAME or OWNER/NAME)")
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         return Path(snapshot_download(str(path_or_name), allow_patterns=wanted))

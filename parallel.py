@@ -149,6 +149,8 @@ def lock_folder(out):
 def _open_folder(out, config, fresh, result, owns):
     """start_run on rank 0."""
     names, config_file = [result, *(name for name in owns if name != result)], out / "config.json"
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: a file; expected a folder for --out")
     config = {"made_by": Path(sys.argv[0]).name, **config}
     old = json.loads(config_file.read_text()) if config_file.exists() else {}
     if "made_by" not in old and (config_file.exists() or any((out / name).exists() for name in names)):
@@ -162,7 +164,9 @@ def _open_folder(out, config, fresh, result, owns):
         return "new"
     differing = sorted(key for key in {**old, **config} if old.get(key) != config.get(key))
     if differing:
-        changes = ", ".join(f"{key} ({json.dumps(old.get(key))} -> {json.dumps(config.get(key))})" for key in differing)
+        inputs = [path for path in config.get("sha256", {}) if old.get("sha256", {}).get(path) not in (None, config["sha256"][path])]
+        changes = ", ".join(f"{', '.join(inputs)} (the contents)" if key == "sha256" and inputs else f"{key} ({json.dumps(old.get(key))} -> {json.dumps(config.get(key))})"
+                            for key in differing)
         raise InputError(f"{out} was made with other options: {changes}. Use another --out, or --fresh to start over")
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()

@@ -228,6 +228,8 @@ def test_missing_or_broken_files_are_named(tmp_path):
         load_model(tmp_path)
     with pytest.raises(InputError, match="no such directory"):
         local_directory("no/such/path/at/all")
+    with pytest.raises(InputError, match=r"no such directory \(and no hub id"):
+        local_directory("../somewhere")
 
 
 def test_load_converts_dtype_and_never_initialises(tmp_path, tiny, monkeypatch):

@@ -122,6 +122,16 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     assert start_run(tmp_path / "out", {}, False, "model") == "new"                       # a killed run holds nothing
 
 
+def test_a_changed_input_is_named_and_a_file_is_no_folder(tmp_path):
+    start_run(tmp_path / "out", {"sha256": {"my.jsonl": "1", "base": "2"}}, False, "model", owns=("checkpoint",))
+    (tmp_path / "out" / "checkpoint").mkdir()
+    with pytest.raises(InputError, match=r"made with other options: my.jsonl \(the contents\)\. Use"):
+        start_run(tmp_path / "out", {"sha256": {"my.jsonl": "3", "base": "2"}}, False, "model", owns=("checkpoint",))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="file: a file; expected a folder for --out"):
+        start_run(tmp_path / "file", {}, True, "model")
+
+
 def test_a_folder_that_no_run_made_is_never_touched(tmp_path):
     write_atomic(tmp_path / "config.json", '{"model_type": "llama"}')           # --out given a model directory by mistake
     for fresh in (False, True):
