@@ -468,8 +468,6 @@ if __name__ == "__main__":
     for name, path in models:
         if (path, name) in [(demo, name) for name, (demo, _) in DEMO_MODELS.items()] and not Path(path).exists():
             raise InputError(f"{path}: no such model; {DEMO_MODELS[name][1]}")
-        if not args.endpoint:
-            local_directory(path)                                       # a misspelt one is named before the others are evaluated
     plan = [(name if method == "coa" else f"{name}_{method}", path, method, not args.no_tools,
              subset(tasks, args.subset) if name == "base" else tasks) for name, path in models for method in args.method]
     if args.subset and not args.no_tools and not args.endpoint:
@@ -477,6 +475,8 @@ if __name__ == "__main__":
     twice = [name for name, n in Counter(name for name, *_ in plan).items() if n > 1]
     if twice:
         raise InputError(f"--model: two stages are called {twice[0]}; write NAME=DIR with a name of its own for each")
+    for _, path in [] if args.endpoint else models:
+        local_directory(path)                                           # a misspelt one is named before the others are evaluated
     judge = Server(args.judge, args.judge_model, cache_path=out / "judge.sqlite") if args.judge else None
     if args.fresh and ranks.is_main:
         (out / "seconds.json").unlink(missing_ok=True)
