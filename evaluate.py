@@ -385,7 +385,7 @@ class Painter:
 def ask(question, path, args, device):
     """Stream one greedy chain of a local model for a question."""
     task, method = Task("ask", question, "", "ask", args.agent or "mhqa"), args.method[-1]
-    print(f"{path} answers", file=sys.stderr)
+    print(f"{path} answers" + (", the base model, which knows no tools: no trained one is there" if path == "data/base" else ""), file=sys.stderr)
     painter = Painter(sys.stdout, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     with make_toolbox(args, [task.agent]) as toolbox:
         sampler = local_sampler(path, toolbox, args, device, slots=1)

@@ -66,7 +66,10 @@ step distill  "$RUN/distill/sft.jsonl"  python distill.py  --out "$RUN/distill" 
 step sft      "$RUN/sft/model"          python sft.py      --out "$RUN/sft" --tasks "$RUN/distill/sft.jsonl" "${common[@]}" ${sft[@]+"${sft[@]}"}
 step rl       "$RUN/rl/model"           python rl.py       --out "$RUN/rl" --model "$RUN/sft/model" "${common[@]}" ${unsafe[@]+"${unsafe[@]}"} ${rl[@]+"${rl[@]}"}
 step evaluate "$RUN/report.json"        python evaluate.py --out "$RUN/eval" --model "${models[@]}" "${common[@]}" ${unsafe[@]+"${unsafe[@]}"} ${evaluate[@]+"${evaluate[@]}"}
-[ "$SPEEDRUN" = full ] || python evaluate.py --check-report "$RUN"
+if [ "$SPEEDRUN" = quick ]; then
+  python evaluate.py --check-report "$RUN"
+  echo "(quick: three rounds of RL and 60 questions show that all of it runs, not what RL gains; the chain below may well be wrong)"
+fi
 
 printf '\n== one chain of the final model\n'
 python evaluate.py --ask "What is the currency of the country whose capital is Kathmandu?" --model "rl=$RUN/rl/model" ${unsafe[@]+"${unsafe[@]}"}
