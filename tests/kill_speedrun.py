@@ -35,7 +35,7 @@ def kill_in(step, run, delay):
     assert process.poll() is None, f"over before it could be killed, see {log}"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    last = re.findall(r"^== (\w+)", log.read_text()[seen:], re.M)[-1]
+    last = re.findall(rb"^== (\w+)", log.read_bytes()[seen:], re.M)[-1].decode()
     print(f"{step}: killed after {delay:.1f} s" + ("" if last == step else f", already in {last}"), flush=True)
 
 
