@@ -17,4 +17,9 @@ if [ ! -e "$(stamp)" ]; then
 fi
 INSTALL_SECONDS=$((SECONDS - INSTALL_STARTED))
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"       # threads that wait must not spin: beside another busy program that is 15 times slower
+busy() {   # does another program compute at this moment?
+  local running
+  for _ in 1 2 3 4 5; do { read -r _ _ _ running _ < /proc/loadavg; } 2> /dev/null && [ "${running%%/*}" -ge 2 ] || return 1; sleep 0.1; done
+}
+# Threads that wait for each other spin: best on a quiet machine, 15 times slower beside a busy program, where they should sleep.
+if [ -z "${OMP_WAIT_POLICY:-}" ] && busy; then export OMP_WAIT_POLICY=PASSIVE; echo "another program is busy here: OMP_WAIT_POLICY=PASSIVE"; fi
