@@ -21,5 +21,5 @@ busy() {   # does another program compute at this moment?
   local running
   for _ in 1 2 3 4 5; do { read -r _ _ _ running _ < /proc/loadavg; } 2> /dev/null && [ "${running%%/*}" -ge 2 ] || return 1; sleep 0.1; done
 }
-# Threads that wait for each other spin: best on a quiet machine, 15 times slower beside a busy program, where they should sleep.
+# Threads that wait for each other spin: best on a quiet machine, many times slower beside a busy program, where they should sleep.
 if [ -z "${OMP_WAIT_POLICY:-}" ] && busy; then export OMP_WAIT_POLICY=PASSIVE; echo "another program is busy here: OMP_WAIT_POLICY=PASSIVE"; fi

@@ -120,8 +120,9 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR":
 
 def give_up_privileges(limits, kind: str):
     """After this the process has no capability, cannot gain one, and is bound by limits."""
-    # under bubblewrap an unused user of its own per call: RLIMIT_NPROC counts per user
-    identity = PROGRAM_ID if kind == "namespaces" else 61000 + int.from_bytes(os.urandom(2), "big") % 4096
+    # under bubblewrap an unused user of its own per call, since RLIMIT_NPROC counts per user; nobody where there is none
+    own = PROGRAM_ID if kind == "namespaces" else 61000 + int.from_bytes(os.urandom(2), "big") % 4096
+    identity = own if kind == "namespaces" or can_become(own) else 65534
     if kind != "unsafe" and os.geteuid() == 0 and can_become(identity):
         os.setgroups([])
         os.setresgid(identity, identity, identity)

@@ -155,7 +155,7 @@ class Attention(nn.Module):
             if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
                 q = q.reshape(B, k.shape[1], -1, self.head_dim)
         if mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:
-            y = (q * self.head_dim ** -0.5 @ k.transpose(-1, -2) + mask).softmax(-1) @ v    # its CPU kernel leaves single queries to one thread
+            y = (q * self.head_dim ** -0.5 @ k.transpose(-1, -2) + mask).softmax(-1) @ v    # SDPA's kernel: single queries on one thread
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.reshape(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1))
@@ -163,7 +163,7 @@ class Attention(nn.Module):
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():      # torch's is a chain of twelve small operations
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():      # torch's is a longer chain of small operations
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_().mul(x).mul_(self.weight)
         return super().forward(x)
