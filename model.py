@@ -154,8 +154,9 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)                                                          # (B, KV, S, head_dim)
             if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
                 q = q.reshape(B, k.shape[1], -1, self.head_dim)
-        if mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:
-            y = (q * self.head_dim ** -0.5 @ k.transpose(-1, -2) + mask).softmax(-1) @ v    # SDPA's kernel: single queries on one thread
+        if mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:    # SDPA's kernel: single queries on one thread
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)                                    # (B * KV, H / KV or S, head_dim)
+            y = torch.baddbmm(mask.flatten(0, 1), q, k.transpose(1, 2), alpha=self.head_dim ** -0.5).softmax(-1) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.reshape(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1))
@@ -165,7 +166,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():      # torch's is a longer chain of small operations
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_().mul(x).mul_(self.weight)
+            return torch.addcmul(torch.full((), self.eps), norm, norm, value=1 / x.shape[-1]).rsqrt_().mul(x).mul_(self.weight)
         return super().forward(x)
 
 
@@ -330,7 +331,7 @@ class KVCache:
             return bound, positions, None
         unseen = torch.arange(self.read, device=device) > positions[:, None, :, None]       # (B, 1, T, S)
         mask = torch.where(unseen, -math.inf, 0.0).to(dtype)
-        return bound, positions, mask.repeat(1, 1, self.group, 1) if T > 1 else mask        # (B, 1, H / KV * T, S), see Attention; one query: broadcast
+        return bound, positions, mask.repeat(1, self.data.shape[3], 1, 1) if T == 1 else mask.repeat(1, 1, self.group, 1)    # see Attention
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, KV, T, head_dim); return what attention reads, (B, KV, S, head_dim)."""

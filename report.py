@@ -100,13 +100,14 @@ WORDINGS = {"sft": "wording shown in SFT", "rl": "first shown in RL", "test": "n
 
 def scores(rows):
     """All numbers of a stage: over everything, by suite, and by who showed the question's wording first: SFT, RL, or nobody."""
-    suites, phrasings = defaultdict(list), {}
+    suites, wordings = defaultdict(list), {}
     for row in rows:
         suites[row["suite"]].append(row)
     for key in WORDINGS:
         part = [row["score"] for row in rows if row["sample"] == 0 and row["wording"] == key]
-        phrasings[key] = {"mean": mean(part), "n": len(part)}
-    return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()}, "phrasings": phrasings}
+        if part:
+            wordings[key] = {"mean": mean(part), "n": len(part)}
+    return {**numbers(rows), "suites": {name: numbers(part) for name, part in suites.items()}, "wordings": wordings}
 
 
 def numbers(rows):
@@ -158,13 +159,23 @@ def markdown(header, rows):
 
 def final_table(stages):
     suites = sorted({suite for s in stages.values() for suite in s["suites"]})
-    header = ["stage", "questions", "right", "95 % interval", *suites, "wordings never shown", "tool calls", "tokens written", "violations"]
+    header = ["stage", "questions", "right", "95 % interval", *suites, "tool calls", "tokens written", "violations"]
     rows = []
     for name, s in stages.items():
-        new = s["phrasings"]["test"]
         rows.append([name, s["n"], percent(s["mean"]), span(s["ci95"]), *(percent(s["suites"].get(suite, {}).get("mean")) for suite in suites),
-                     percent(new["mean"]) if new["n"] else "", f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}", f"{s['violations']:.2f}"])
+                     f"{s['tool_calls']:.2f}", f"{s['tokens']:.0f}", f"{s['violations']:.2f}"])
     return markdown(header, rows)
+
+
+def wording_section(stages):
+    """By who showed the question's wording first: of built-in tasks alone, "" for others."""
+    if not any(s["wordings"] for s in stages.values()):
+        return ""
+    rows = []
+    for name, s in stages.items():
+        parts = [s["wordings"].get(key, {"mean": None, "n": 0}) for key in WORDINGS]
+        rows.append([name, *(cell for part in parts for cell in (percent(part["mean"]), part["n"]))])
+    return "\n## Wordings of the question\n\n" + markdown(["stage", *(cell for name in WORDINGS.values() for cell in (name, "n"))], rows) + "\n"
 
 
 def quality_table(stages):
@@ -196,8 +207,6 @@ def cost_table(stages):
 def report_text(report, stages, args):
     """report.md: what was measured, and how. stages: {name: numbers}, those without tools too."""
     sampled = f" and {args.samples} sampled at temperature {args.temperature}, top-p {args.top_p}" if args.samples else ""
-    phrasings = [[name, *(x for key in WORDINGS for x in (percent(s["phrasings"][key]["mean"]), s["phrasings"][key]["n"]))]
-                 for name, s in stages.items()]
     differences = [[pair, percent(d["mean"]), span(d["ci95"]), d["n"]] for pair, d in report["differences"].items()]
     return f"""# Report
 
@@ -213,11 +222,7 @@ Tool calls, tokens and violations are averages a question. Every chain: [traces.
 ## Differences on the same questions
 
 {markdown(["stages", "difference", "95 % interval", "questions"], differences)}
-
-## Phrasings of the question
-
-{markdown(["stage", *(cell for name in WORDINGS.values() for cell in (name, "n"))], phrasings)}
-
+{wording_section(stages)}
 ## Quality by suite
 
 {quality_table(stages)}
