@@ -437,7 +437,7 @@ def parse_arguments(argv=None):
     group.add_argument("--overlong-buffer", type=float, default=0.0, help="share of the cap over which length is punished, 0 to -1")
     group.add_argument("--overlong-filter", action="store_true", help="leave out episodes that a cap cut off")
     group = parser.add_argument_group("update")
-    group.add_argument("--steps", type=positive, default=80, help="rollout-update rounds (default %(default)s)")
+    group.add_argument("--steps", type=positive, default=110, help="rollout-update rounds (default %(default)s)")
     group.add_argument("--minibatches", type=positive, default=1, help="optimiser steps a round (default %(default)s)")
     group.add_argument("--lr", type=float, default=4e-4, help="learning rate (default %(default)s)")
     group.add_argument("--warmup-steps", type=int, default=3, help="rounds of linear warm-up (default %(default)s)")
