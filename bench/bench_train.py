@@ -294,8 +294,9 @@ def grpo_peer(path, prompts, samples, turns, sampled, observed, steps, folder):
 
 def bench_grpo(shape, ranks, folder, args):
     path, steps, rng = make_model(shape, folder), 1 if args.quick else 2, torch.Generator().manual_seed(1)
-    # prompts, samples, prompt length, least and most turns, sampled and observed tokens of a turn: a long search, the built-in demo, plain text
-    settings = [(8, 8, 60, 2, 6, 40, 60), (2, 8, 1000, 5, 15, 30, 200), (8, 8, 60, 1, 1, 160, 0)]
+    # prompts, samples, prompt length, least and most turns, sampled and observed tokens of a turn: the built-in demo, a long search (within the 4,096
+    # positions beyond which TRL runs no tool), plain text
+    settings = [(8, 8, 60, 2, 6, 40, 60), (2, 8, 1000, 5, 14, 30, 200), (8, 8, 60, 1, 1, 160, 0)]
     for prompts, samples, length, least, most, sampled, observed in [(2, 4, 20, 1, 3, 8, 10), (2, 4, 20, 1, 1, 12, 0)] if args.quick else settings:
         texts = [torch.randint(33, 120, (length,), generator=rng).tolist() for _ in range(prompts)]
         turns = torch.randint(least, most + 1, (prompts * samples,), generator=rng).tolist()
