@@ -42,7 +42,10 @@ class Store:
         self.corpus = Path(corpus)
         if not self.corpus.is_file():
             raise InputError(f"{corpus}: no such corpus file; expected JSONL rows with title, url, text")
-        self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
+        try:
+            self.path = Path(index_dir) / f"{self.corpus.name.split('.')[0]}-{content_hash(self.corpus)}.sqlite"
+        except OSError as error:
+            raise InputError(f"{corpus}: cannot be read: {error}") from None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             with open(self.path.with_suffix(".lock"), "w") as lock:
@@ -146,9 +149,11 @@ def corpus_lines(corpus: Path):
 def corpus_rows(corpus: Path):
     """Yields (title, url, passages) for each row; InputError names file, line and field."""
     for number, line in corpus_lines(corpus):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError:                                 # not JSON, or not UTF-8
+        except (ValueError, RecursionError):               # not JSON, or not UTF-8
             raise InputError(f"{corpus}:{number}: expected one JSON object a line, in UTF-8") from None
         if not isinstance(row, dict):
             raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")

@@ -46,7 +46,7 @@ from data.scripted import Scripted
 from llm import LLM, LLMError
 from hf import InputError, exit_on_input_error
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, from_rank_0, gather_lists, run_config, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, from_rank_0, gather_lists, positive, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
 from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
@@ -134,6 +134,7 @@ class Trace:
     chain: str = ""                # `to_chain` of the steps
     score: float = 0.0             # of the grader
     problems: list = field(default_factory=list)       # of `revalidate`
+    refusal: str = ""              # the server's words, where end is "refused"
 
 
 REFUSED = re.compile("HTTP (400|413|422)")                 # in an LLMError: the server is there, but does not take this request
@@ -143,7 +144,7 @@ class Teacher:
     """The team at work on one question. chat(role, messages) -> text is its only intelligence; session its only access to the world."""
 
     def __init__(self, chat, session, question, profile, max_acts=24):
-        self.chat, self.session, self.profile, self.max_acts = chat, session, PROFILES[profile], max_acts
+        self.chat, self.session, self.profile, self.max_acts, self.refusal = chat, session, PROFILES[profile], max_acts, ""
         self.team = team(profile)
         self.tag_of = {name: tag for tag, (name, _, _) in self.team.items()}
         self.history = {name: [{"role": "system", "content": agent_prompt(profile, tag)}] for tag, (name, _, _) in self.team.items()}
@@ -217,6 +218,7 @@ class Teacher:
             except LLMError as error:
                 if not REFUSED.search(str(error)):
                     raise
+                self.refusal = str(error)
                 return steps, "refused"
             if step.tag in self.profile.tools:
                 self.run_tool(step)
@@ -361,26 +363,25 @@ def chat_backend(args, llm):
     def server(task, sample):
         seed = int.from_bytes(hashlib.sha256(f"{args.seed}|{task.id}|{sample}".encode()).digest()[:4], "big") >> 1
 
-        def chat(role, messages):
-            try:
-                return llm.chat(messages, temperature=args.temperature, max_tokens=args.max_reply_tokens, seed=seed)
-            except LLMError as error:
-                if REFUSED.search(str(error)) and not llm.usage["calls"]:         # never an answer yet: the options are wrong, not one history
-                    raise InputError(f"--teacher refuses the first request (--teacher-model, --max-reply-tokens?), task {task.id}: {error}") from None
-                raise
-        return chat
+        return lambda role, messages: llm.chat(messages, temperature=args.temperature, max_tokens=args.max_reply_tokens, seed=seed)
     return server
 
 
 def team_episode(task, sample, backend, toolbox, label, args):
     """One episode of the team on one task -> Trace. With --pass-filter --no-tools a model is asked for the answer, alone."""
     if args.pass_filter and args.no_tools:
-        text = backend(task, sample)("", [{"role": "user", "content": f"{task.question}\nReply with the answer alone, as short as possible."}])
-        return finish(Trace(task.id, sample, task.question, task.agent, task.data_source, label, end="answered",
-                            chain=render([Segment("answer", inert(text.strip()))])), task, toolbox, args)
+        trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, end="answered")
+        try:
+            text = backend(task, sample)("", [{"role": "user", "content": f"{task.question}\nReply with the answer alone, as short as possible."}])
+        except LLMError as error:
+            if not REFUSED.search(str(error)):
+                raise
+            text, trace.end, trace.refusal = "", "refused", str(error)
+        trace.chain = render([Segment("answer", inert(text.strip()))])
+        return finish(trace, task, toolbox, args)
     for _ in range(3):                      # again where a tool ran into its deadline on a busy machine: replies are the same, a server's are cached
-        steps, end = Teacher(backend(task, sample), toolbox.session(task.question), task.question, task.agent, args.max_acts).solve()
-        trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, steps, end)
+        teacher = Teacher(backend(task, sample), toolbox.session(task.question), task.question, task.agent, args.max_acts)
+        trace = Trace(task.id, sample, task.question, task.agent, task.data_source, label, *teacher.solve(), refusal=teacher.refusal)
         trace.chain = to_chain(trace)
         if not finish(trace, task, toolbox, args).problems:
             break
@@ -535,14 +536,14 @@ def parse_arguments(argv=None):
     group.add_argument("--preset", choices=PRESETS, help="the paper's prompt form and room for this agent; options given beside it win")
     group.add_argument("--teacher", "--model", default="scripted", help="scripted, URL of an OpenAI-compatible server (.../v1), or a checkpoint (default %(default)s)")
     group.add_argument("--teacher-model", default="", help="name of the model on the server")
-    group.add_argument("--samples", type=int, default=2, help="episodes a task (default %(default)s)")
+    group.add_argument("--samples", type=positive, default=2, help="episodes a task (default %(default)s)")
     group.add_argument("--limit", type=int, default=0, help="only the first that many tasks (default: all)")
-    group.add_argument("--max-acts", type=int, default=24, help="acts of agents in an episode, or turns of a checkpoint (default %(default)s)")
-    group.add_argument("--slots", type=int, default=64, help="episodes of a checkpoint decoded at the same time (default %(default)s)")
-    group.add_argument("--total-tokens", type=int, default=768, help="prompt and chain of a checkpoint (default %(default)s)")
+    group.add_argument("--max-acts", type=positive, default=24, help="acts of agents in an episode, or turns of a checkpoint (default %(default)s)")
+    group.add_argument("--slots", type=positive, default=64, help="episodes of a checkpoint decoded at the same time (default %(default)s)")
+    group.add_argument("--total-tokens", type=positive, default=768, help="prompt and chain of a checkpoint (default %(default)s)")
     group.add_argument("--temperature", type=float, default=1.0, help="of a server or checkpoint (default %(default)s)")
-    group.add_argument("--max-reply-tokens", type=int, default=512, help="a reply of a server, a turn of a checkpoint (default %(default)s)")
-    group.add_argument("--workers", type=int, default=4, help="episodes at the same time, but for a checkpoint (default %(default)s)")
+    group.add_argument("--max-reply-tokens", type=positive, default=512, help="a reply of a server, a turn of a checkpoint (default %(default)s)")
+    group.add_argument("--workers", type=positive, default=4, help="episodes at the same time, but for a checkpoint (default %(default)s)")
     group.add_argument("--mistakes", type=float, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
     group.add_argument("--reflect", type=float, default=0.35, help="scripted: share with a reflection without need (default %(default)s)")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief for tiny models (default), full for real ones")
@@ -606,7 +607,8 @@ if __name__ == "__main__":
         teardown()
         raise SystemExit(0)
     if traces and all(trace.end == "refused" for trace in traces):
-        raise InputError(f"{args.teacher} refused a request of every episode, as for a context that is too short; --fresh asks again")
+        raise InputError(f"--teacher refused a request of every episode (--teacher-model? --max-reply-tokens? a short context?), the first with: "
+                         f"{traces[0].refusal}; --fresh asks again")
     write_jsonl(out / "traces.jsonl", [asdict(trace) for trace in traces])
 
     # -------------------------------------------------------------------------------------------------------------------------------

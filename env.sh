@@ -5,7 +5,7 @@ PYTHON=${PYTHON:-python3}
 INSTALL_STARTED=$SECONDS
 stamp() { echo ".venv/installed-$(.venv/bin/python -c 'import sys; print(*sys.version_info[:2], sep=".")' 2> /dev/null)-$(cksum < requirements.txt | cut -d' ' -f1)"; }
 install() {
-  .venv/bin/python -m pip --version > /dev/null 2>&1 || "$PYTHON" -m venv --clear .venv || { echo "error: $PYTHON cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; return 2; }
+  .venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip > /dev/null 2>&1 || "$PYTHON" -m venv --clear .venv || { echo "error: $PYTHON cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; return 2; }
   echo "installing requirements.txt into .venv (minutes; the download of torch is most of it) ..."
   if .venv/bin/python -c 'import torch' 2> /dev/null; then wanted=$(grep -v '^torch==' requirements.txt); else wanted=$(cat requirements.txt); fi
   echo "$wanted" | .venv/bin/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin || { echo "error: pip could not install requirements.txt" >&2; return 2; }

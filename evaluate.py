@@ -35,7 +35,7 @@ from distill import REFUSED, Teacher, Trace, to_chain
 from hf import InputError, exit_on_input_error, local_directory
 from llm import LLM, LLMError
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, fingerprint, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, fingerprint, positive, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
 from report import by_question, check_report, commit, mean, scores, write_report
 from sampler import Limits, Request, Sampler
 from tasks import Task, grade, load_tasks
@@ -165,9 +165,18 @@ class Server(LLM):
         try:
             return super()._post(path, body)
         except LLMError as error:
-            if REFUSED.search(str(error)):
+            if REFUSED.search(str(error)) or self.answers_others(path, body):
                 raise
-            raise InputError(f"{' '.join(str(error).split())}; the same command goes on where it stopped") from None
+            raise InputError(f"{' '.join(str(error).split())}; once the server answers, the same command goes on where it stopped") from None
+
+    def answers_others(self, path, body):
+        """Whether it was this request alone: a server may time out, or fail, on one question for good."""
+        small = {"prompt": "a"} if "prompt" in body else {"messages": [{"role": "user", "content": "a"}]}
+        try:
+            super()._post(path, {**body, **small, "max_tokens": 1})
+            return True
+        except LLMError:
+            return False
 
 
 def served_chain(llm, toolbox, start, task, sample, temperature, args, method):
@@ -307,7 +316,7 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
     """Answer and grade the tasks of one stage, a chunk at a time: chunks are what ranks share out and what a resumed run finds done.
     open_stage() -> (answer(tasks, samples, temperature) -> chains, toolbox)."""
     mark = time.monotonic()
-    if start_run(folder, config, args.fresh, "scores.json", owns=("parts", "traces.jsonl")) == "done":
+    if start_run(folder, config, args.fresh, "scores.json", owns=("parts", "traces.jsonl", "seconds.json")) == "done":
         return
     chunks = [tasks[i:i + args.chunk] for i in range(0, len(tasks), args.chunk)]
     parts = [folder / "parts" / f"{i:05d}.jsonl" for i in range(len(chunks))]
@@ -321,7 +330,7 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
         right = mean(row["score"] for row in rows)
         print(f"{folder.name:14} {i + 1:4} of {len(chunks)}: {len(chunks[i])} questions in {spent:.1f} s, right {right:.1%}", flush=True)
         if ranks.is_main:
-            add_seconds(folder.parent, spent)
+            write_atomic(folder / "seconds.json", json.dumps(round(stage_seconds(folder) + spent, 1)))
     if toolbox:
         toolbox.close()
     while ranks.is_main and not all(part.exists() for part in parts):
@@ -332,11 +341,9 @@ def run_stage(folder, config, tasks, open_stage, args, ranks, judge):
         write_atomic(folder / "scores.json", json.dumps({**scores(rows), "commit": commit()}, indent=1) + "\n")
 
 
-def add_seconds(out, spent):
-    """Keep the time of an evaluation that was interrupted and resumed."""
-    file = out / "seconds.json"
-    before = json.loads(file.read_text())["eval"] if file.exists() else 0.0
-    write_atomic(file, json.dumps({"eval": round(before + spent, 1)}))
+def stage_seconds(folder):
+    """What a stage took so far, interruptions left out."""
+    return json.loads((folder / "seconds.json").read_text()) if (folder / "seconds.json").exists() else 0.0
 
 
 def subset(tasks, n):
@@ -385,7 +392,7 @@ class Painter:
 def ask(question, path, args, device):
     """Stream one greedy chain of a local model for a question."""
     task, method = Task("ask", question, "", "ask", args.agent or "mhqa"), args.method[-1]
-    print(f"{path} answers" + (", the base model, which knows no tools: no trained one is there" if path == "data/base" else ""), file=sys.stderr)
+    print(f"{path} answers" + (", the base model, which knows no tools" if path == DEMO_MODELS["base"][0] else ""), file=sys.stderr)
     painter = Painter(sys.stdout, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     with make_toolbox(args, [task.agent]) as toolbox:
         sampler = local_sampler(path, toolbox, args, device, slots=1)
@@ -424,16 +431,16 @@ def parse_arguments():
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief: for tiny models (default)")
     group.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
     group.add_argument("--top-p", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
-    group.add_argument("--turns", type=int, default=8, help="generations a chain (default %(default)s)")
-    group.add_argument("--new-tokens", type=int, default=192, help="of one generation (default %(default)s)")
-    group.add_argument("--total-tokens", type=int, default=1024, help="of prompt and chain (default %(default)s)")
+    group.add_argument("--turns", type=positive, default=8, help="generations a chain (default %(default)s)")
+    group.add_argument("--new-tokens", type=positive, default=192, help="of one generation (default %(default)s)")
+    group.add_argument("--total-tokens", type=positive, default=1024, help="of prompt and chain (default %(default)s)")
     group.add_argument("--trim", action="store_true", help="shorten a full context to plans, reflections and the newest blocks, and go on")
-    group.add_argument("--slots", type=int, default=64, help="chains decoded at a time (default %(default)s)")
-    group.add_argument("--chunk", type=int, default=150, help="questions between two saves (default %(default)s)")
+    group.add_argument("--slots", type=positive, default=64, help="chains decoded at a time (default %(default)s)")
+    group.add_argument("--chunk", type=positive, default=150, help="questions between two saves (default %(default)s)")
     group = parser.add_argument_group("served model")
     group.add_argument("--endpoint", metavar="URL", help="server with /v1/completions; --model then names its model")
     group.add_argument("--tokenizer", metavar="DIR", help="whose chat template the served model expects (default: none, question and newline)")
-    group.add_argument("--concurrency", type=int, default=16, help="chains at a time (default %(default)s)")
+    group.add_argument("--concurrency", type=positive, default=16, help="chains at a time (default %(default)s)")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds a request")
     add_tool_arguments(parser)
     known, _ = parser.parse_known_args()
@@ -478,15 +485,14 @@ if __name__ == "__main__":
     for _, path in [] if args.endpoint else models:
         local_directory(path)                                           # a misspelt one is named before the others are evaluated
     judge = Server(args.judge, args.judge_model, cache_path=out / "judge.sqlite") if args.judge else None
-    if args.fresh and ranks.is_main:
-        (out / "seconds.json").unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------------------------------------
     # Answer and grade
     decides = {key: value for key, value in vars(args).items() if key not in WITHOUT_EFFECT}
     for name, path, method, with_tools, chosen in plan:
         def open_stage():
-            toolbox = make_toolbox(argparse.Namespace(**{**vars(args), "no_tools": not with_tools}), {task.agent for task in chosen})
+            profiles = {stage_profile(task.agent, method, args.declare) for task in chosen} if method != "direct" else ()
+            toolbox = make_toolbox(argparse.Namespace(**{**vars(args), "no_tools": not with_tools}), profiles)
             if args.endpoint:
                 tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
                 return lambda *job: served_chains(toolbox, tokenizer, path, args, method, *job), toolbox
@@ -501,7 +507,8 @@ if __name__ == "__main__":
     # Report
     if ranks.is_main:
         folder = out.parent if out.name == "eval" else out
-        table = write_report(folder, {name: out / name for name, *_ in plan}, json.loads((out / "seconds.json").read_text()), args)
+        stages = {name: out / name for name, *_ in plan}
+        table = write_report(folder, stages, {"eval": round(sum(map(stage_seconds, stages.values())), 1)}, args)
         print(f"\n{table}\n\nreport: {folder / 'report.md'}   every chain: {folder / 'traces.html'}")
         if judge:
             print(f"judge: {json.dumps(judge.usage)}")

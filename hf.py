@@ -73,6 +73,9 @@ class ModelConfig:
         absent = [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
         if absent:
             raise InputError(f"config.json: field {absent[0]!r} is missing")
+        for key in needed:
+            if not isinstance(hf[key], int) or hf[key] < 1:
+                raise InputError(f"config.json: field {key!r}: expected a whole number from 1 on, found {hf[key]!r}")
         own = {f.name for f in fields(cls)}
         given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
                  **{key: value for key, value in hf.items() if key in own and value is not None}}
@@ -106,9 +109,12 @@ def read_json(path: Path) -> dict:
     if not path.exists():
         raise InputError(f"{path}: no such file")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def read_tensors(path: Path, wanted: dict, dtype, device, spare=()) -> dict:
@@ -117,15 +123,18 @@ def read_tensors(path: Path, wanted: dict, dtype, device, spare=()) -> dict:
     wanted: {name: shape}. Every one of them must be there with its shape, and nothing else but rotary tables and the names in `spare`;
     InputError lists all that do not fit.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     index = path / "model.safetensors.index.json"
     files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     if absent := [name for name in files if not (path / name).exists()]:
         raise InputError(f"{path / absent[0]}: no such file")
     found, tensors = {}, {}
     for file in files:
-        with safe_open(path / file, "pt") as weights:
-            found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
+        try:
+            with safe_open(path / file, "pt") as weights:
+                found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}
+        except SafetensorError as error:
+            raise InputError(f"{path / file}: not a whole safetensors file ({error}); a pointer of git-lfs, or a download that stopped?") from None
     unknown = [name for name in found.keys() - wanted.keys() if not name.endswith("inv_freq") and name not in spare]
     wrong = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
              for name in [*wanted, *unknown] if found.get(name) != wanted.get(name)]
@@ -138,7 +147,7 @@ def read_tensors(path: Path, wanted: dict, dtype, device, spare=()) -> dict:
 
 
 def write_directory(path, config: dict, tensors: dict, generation: dict, tokenizer):
-    """Write config, weights (in files of 5 GB), generation config ({}: none) and tokenizer (may be None). Every file appears whole or not at all."""
+    """Write config, weights (in files of 5 GB), generation config ({}: the tokenizer's end of text) and tokenizer (may be None). Every file appears whole or not at all."""
     from huggingface_hub import save_torch_state_dict
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     path = Path(path)
@@ -174,6 +183,8 @@ def load_tokenizer(path_or_name):
     path = local_directory(path_or_name)
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise InputError(f"{path}: holds no tokenizer (tokenizer.json)")
+    if (path / "tokenizer.json").exists():
+        read_json(path / "tokenizer.json")      # a broken one is named; the library's own error names no file
     tokenizer = AutoTokenizer.from_pretrained(path)
     largest = max(tokenizer.get_vocab().values())
     rows = read_json(path / "config.json").get("vocab_size") if (path / "config.json").exists() else None

@@ -35,7 +35,7 @@ from types import SimpleNamespace
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SYS_MOUNT_SETATTR = 442                                   # the same on every architecture; Linux 5.12
 TICK = 25                                                 # milliseconds between two looks at a running call's memory and processes
 PROGRAM_ID = 1                                            # programs' user id in the server's user namespace, if it has a second one
@@ -201,8 +201,10 @@ def call_init(control: int, files: list, limits, kind: str):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)      # pid 1 gets no signal from below that it does not handle
         folder = prepare(kind, limits)
+        kernel("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)      # where both have one user id: no /proc/1/mem for the program, our watch would end there
         program = os.fork()
         if program == 0:
+            kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
             become_program(files, folder, limits, kind)
         for fd in files:
             os.close(fd)

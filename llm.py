@@ -177,7 +177,7 @@ def post_json(session: requests.Session, url: str, body: dict, headers: dict, ch
             if reply.status_code not in (408, 409, 425, 429) and reply.status_code < 500:
                 break                                     # our mistake: asking again cannot help
             wait = max(wait, retry_after(reply.headers.get("Retry-After")))
-        except (requests.RequestException, ValueError) as error:          # ValueError: not JSON, or not an answer
+        except (requests.RequestException, ValueError, RecursionError) as error:          # ValueError: not JSON, or not an answer
             problem = f"{type(error).__name__}: {error}"
         if attempt == attempts or time.monotonic() + wait >= deadline:
             break

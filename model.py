@@ -154,7 +154,7 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)                                                          # (B, KV, S, head_dim)
             if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
                 q = q.reshape(B, k.shape[1], -1, self.head_dim)
-        if mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:    # SDPA's kernel: single queries on one thread
+        if cache is not None and mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:    # SDPA's kernel: single queries on one thread
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)                                    # (B * KV, H / KV or S, head_dim)
             y = torch.baddbmm(mask.flatten(0, 1), q, k.transpose(1, 2), alpha=self.head_dim ** -0.5).softmax(-1) @ v
         else:

@@ -57,18 +57,20 @@ def read_jsonl(path):
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    rows = []
-    with open(path, encoding="utf-8", errors="strict") as file:
-        try:
+    rows, number = [], 0
+    try:
+        with open(path, encoding="utf-8", errors="strict") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(json.loads(line))
                     if not isinstance(rows[-1], dict):
                         raise InputError(f"{path}:{number}: expected a JSON object, found {type(rows[-1]).__name__}")
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}: not valid JSON: {error}") from None
-        except UnicodeDecodeError:
-            raise InputError(f"{path}: not UTF-8 text (after line {len(rows)})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{path}:{number}: not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text (after line {len(rows)})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
     return rows
 
 
@@ -137,12 +139,14 @@ LOCKS = {}                                                       # folder -> its
 def lock_folder(out):
     """One process a folder: a second one would delete what the first is writing. The system gives a killed process's lock back."""
     if out.resolve() not in LOCKS:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "w")
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            file = open(out / ".lock", "w")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{out} is in use by another run: wait for it, or choose another --out") from None
+        except OSError as error:                                 # below a file, a full disk, no permission
+            raise InputError(f"--out {out}: {error}") from None
         LOCKS[out.resolve()] = file
 
 
@@ -152,7 +156,10 @@ def _open_folder(out, config, fresh, result, owns):
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: a file; expected a folder for --out")
     config = {"made_by": Path(sys.argv[0]).name, **config}
-    old = json.loads(config_file.read_text()) if config_file.exists() else {}
+    try:
+        old = dict(json.loads(config_file.read_text())) if config_file.is_file() else {}
+    except (ValueError, TypeError):                              # of something else
+        old = {}
     if "made_by" not in old and (config_file.exists() or any((out / name).exists() for name in names)):
         raise InputError(f"{out} holds files that no run made: choose another --out")
     lock_folder(out)

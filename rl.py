@@ -460,6 +460,8 @@ def parse_arguments(argv=None):
     scale.add_argument("--swap", action="store_true", help="while sampling keep the trainer in CPU memory, while training the sampler's copy")
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(argv)[0].preset, {}))
     args = parser.parse_args(argv)
+    if args.refills < 0:
+        parser.error("argument --refills: expected 0 or more")
     if args.samples < 2:
         parser.error("argument --samples: expected 2 at least: an advantage is a difference within a group")
     if args.dev is None:

@@ -309,8 +309,8 @@ def remedy() -> str:
     else:
         fix = ("in Docker start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
                "elsewhere sudo apt-get install bubblewrap")
-    return (f"no isolation for model-written code on this machine ({state['reason']}). Remedy: {fix}. "
-            "Or accept the risk: --unsafe-code (UNSAFE_CODE=1 bash speedrun.sh)")
+    or_else = " Or accept the risk: --unsafe-code (UNSAFE_CODE=1 bash speedrun.sh)" if sys.platform.startswith("linux") else ""
+    return f"no isolation for model-written code on this machine ({state['reason']}). Remedy: {fix}.{or_else}"
 
 
 if __name__ == "__main__":

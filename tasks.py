@@ -460,8 +460,10 @@ def read_rows(path):
         return rows
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno if path.suffix == '.json' else number}: not JSON: {error.msg}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:                       # a number of 5,000 digits is a ValueError too
+        raise InputError(f"{path if path.suffix == '.json' else f'{path}:{number}'}: not JSON: {error}") from None
 
 
 def decode(place, name, value):
@@ -568,7 +570,7 @@ def plain_row(place, row, stem):
     meta = {key: value for key, value in row.items() if key not in used and not key.endswith(("_tests", "_test_cases", "solutions"))}
     return {"id": next((row[name] for name in ID if row.get(name) is not None), None), "question": text, "data_source": source,
             "answer": row.get(answer, "" if tests else None), "agent": row.get("agent") or AGENT_OF.get(source.lower(), by_column),
-            "hops": row.get("hops", 0), "prompt": row.get("prompt"), "tests": tests, "meta": meta}
+            "hops": row.get("hops") or 0, "prompt": row.get("prompt"), "tests": tests, "meta": meta}
 
 
 def is_case(case):
@@ -615,7 +617,10 @@ def load_tasks(path, agent=None):
         for i, (place, row) in enumerate(rows):
             if not isinstance(row, dict):
                 raise InputError(f"{place}: expected an object with columns")
-            row = verl_row(place, row) if isinstance(row.get("reward_model"), dict) and "prompt" in row else plain_row(place, row, stem)
+            try:
+                row = verl_row(place, row) if isinstance(row.get("reward_model"), dict) and "prompt" in row else plain_row(place, row, stem)
+            except (TypeError, AttributeError, KeyError) as error:      # a column of a known layout holds something else
+                raise InputError(f"{place}: not the layout that its columns announce: {type(error).__name__}: {error}") from None
             row["id"] = f"{stem}-{i}" if row["id"] is None else str(row["id"])
             row["agent"] = row["agent"] or agent or "mhqa"
             check_row(place, row, seen)

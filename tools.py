@@ -251,7 +251,7 @@ class VisualInspector:
         try:
             request = json.loads(re.sub(r"^```\w*\s*|\s*```$", "", argument.strip()))
             url, question = request["file_path"].strip(), request.get("question") or "Describe the image in detail."
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return Failure('Write the call as a json fence: {"file_path": "https://...", "question": "..."}.')
         try:
             deadline = min(context.deadline - 0.5, time.monotonic() + PAGE_SECONDS)

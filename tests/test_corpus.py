@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from corpus import Store, corpus_rows, split_passages, split_words, url_key
 from hf import InputError
+from parallel import read_jsonl
+from tasks import load_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -106,7 +108,7 @@ def test_changed_corpus_gets_a_new_index_and_an_unchanged_one_is_reopened(folder
 
 
 @pytest.mark.parametrize("line, expected", [
-    ("{not json", ":2: expected one JSON object"), ("[1]", ":2: expected a JSON object"), ('{"title": "x"}', ":2: field 'text'"), ('{"title": 3, "text": "x"}', ":2: field 'title'"),
+    ("{not json", ":2: expected one JSON object"), ("[" * 200_000, ":2: expected one JSON object"), ("[1]", ":2: expected a JSON object"), ('{"title": "x"}', ":2: field 'text'"), ('{"title": 3, "text": "x"}', ":2: field 'title'"),
     ('{"contents": null}', ":2: field 'contents'"), ('{"title": "x", "text": "y", "url": 5}', ":2: field 'url'"), ('{"title": "x", "text": "\\ud83d"}', ":2: field 'text'"),
     ('{"id": "\\ud83d", "contents": "x\\ny"}', ":2: field 'url'")])
 def test_bad_row_names_file_line_and_field_and_leaves_nothing(folder, tmp_path, line, expected):
@@ -122,6 +124,18 @@ def test_broken_gzip_is_named(tmp_path, content):
     (tmp_path / "pages.jsonl.gz").write_bytes(content)
     with pytest.raises(InputError, match=r"pages\.jsonl\.gz: cannot be read"):
         Store(tmp_path / "pages.jsonl.gz", tmp_path / "index")
+
+
+def test_empty_lines_are_no_rows(tmp_path):
+    (tmp_path / "pages.jsonl").write_text("\n" + json.dumps(PAGES[0]) + "\n  \n\n")
+    assert len(list(corpus_rows(tmp_path / "pages.jsonl"))) == 1
+
+
+@pytest.mark.skipif(not os.path.isfile("/proc/self/mem"), reason="needs a file that cannot be read, root or not")
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for read in (lambda path: Store(path, tmp_path / "index"), read_jsonl, load_tasks):
+        with pytest.raises(InputError, match="/proc/self/mem: cannot be read"):
+            read("/proc/self/mem")
 
 
 def test_missing_corpus_names_the_command(tmp_path):

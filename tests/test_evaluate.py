@@ -469,10 +469,13 @@ def test_a_dead_server_is_an_error_not_a_score_of_zero(demo, tmp_path):
     assert result.stderr.count("\n") == 1 and "goes on where it stopped" in result.stderr and not (tmp_path / "report.json").exists()
 
 
-def failing(monkeypatch, problem):
-    """Servers of any address that answer right, but fail with `problem` where a request is about Landb."""
+def failing(monkeypatch, problem, down=False):
+    """Servers of any address that answer right, but fail with `problem` where a request is about Landb; down: and from then on."""
+    seen = []
+
     def request(self, path, body):
-        if "Landb" in str(body):
+        if "Landb" in str(body) or down and seen:
+            seen.append(body)
             raise LLMError(f"http://x/v1{path}: {problem}")
         return {"choices": [{"text": "<answer>Citya", "finish_reason": "stop", "message": {"content": '{"judgement": "correct"}'}}]}
     monkeypatch.setattr(LLM, "_request", request)
@@ -486,7 +489,7 @@ def ask_two(method="coa"):
 
 @pytest.mark.parametrize("problem", ["HTTP 503: loading\nwait", "HTTP 404: no such model", "ConnectionError: refused"])
 def test_an_outage_is_an_error_even_where_other_questions_were_answered(monkeypatch, problem):
-    failing(monkeypatch, problem)
+    failing(monkeypatch, problem, down=True)
     tasks, answer = ask_two()
     for run in (answer, ask_two("team")[1], lambda: evaluate.graded(tasks, [{**row(0, 1), "id": task.id} for task in tasks], evaluate.Server("http://x/v1", "m"))):
         with pytest.raises(InputError, match="goes on where it stopped") as error:
@@ -494,8 +497,8 @@ def test_an_outage_is_an_error_even_where_other_questions_were_answered(monkeypa
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("problem", ["HTTP 400: too long", "HTTP 413: too long", "HTTP 422: too long"])
-def test_what_a_server_refuses_counts_as_wrong(monkeypatch, problem):
+@pytest.mark.parametrize("problem", ["HTTP 400: too long", "HTTP 413: too long", "HTTP 422: too long", "HTTP 500: out of memory", "ReadTimeout: 600 s"])
+def test_a_question_that_a_server_cannot_take_counts_as_wrong(monkeypatch, problem):
     failing(monkeypatch, problem)
     tasks, answer = ask_two()
     assert [r["end_reason"] for r in answer()] == ["answered", "server_error"]

@@ -223,9 +223,17 @@ def test_missing_or_broken_files_are_named(tmp_path):
         load_model(tmp_path)
     with pytest.raises(InputError, match="model.safetensors"):
         load_model(write_config(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(InputError, match="model.safetensors: not a whole safetensors file"):
         load_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer.json: not valid JSON"):
+        load_tokenizer(tmp_path)
+    for config, named in (("{", "not valid JSON"), ("[]", "expected a JSON object"), (json.dumps({**json.loads((tmp_path / "config.json").read_text()), "num_attention_heads": 0}),
+                                                                                       "'num_attention_heads': expected a whole number from 1 on")):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(InputError, match=named):
+            load_model(tmp_path)
     with pytest.raises(InputError, match="no such directory"):
         local_directory("no/such/path/at/all")
     with pytest.raises(InputError, match=r"no such directory \(and no hub id"):

@@ -130,6 +130,14 @@ def test_a_changed_input_is_named_and_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="file: a file; expected a folder for --out"):
         start_run(tmp_path / "file", {}, True, "model")
+    with pytest.raises(InputError, match="--out .*Not a directory"):
+        start_run(tmp_path / "file" / "base", {}, False, "model")
+    for content in ("5", "{", "[1]"):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(content)
+        with pytest.raises(InputError, match="holds files that no run made"):
+            start_run(tmp_path / "other", {}, True, "model")
+        assert (tmp_path / "other" / "config.json").read_text() == content
 
 
 def test_a_folder_that_no_run_made_is_never_touched(tmp_path):

@@ -335,17 +335,34 @@ def test_forked_process_uses_a_server_of_its_own():
     assert run_python("print(4)").stdout == "4\n" and sandbox.state["server"].pid == code
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("runuser") or not Path("/usr/bin/python3").exists(), reason="needs root, runuser and a Python that nobody may run")
-def test_works_as_an_ordinary_user():
+AS_NOBODY = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("runuser") or not Path("/usr/bin/python3").exists(),
+                               reason="needs root, runuser and a Python that nobody may run")
+
+
+def as_nobody(*arguments):
     folder = Path(tempfile.mkdtemp(dir="/tmp"))           # tmp_path is closed to others
     folder.chmod(0o755)
     for name in ("sandbox.py", "jail.py"):
         shutil.copy(ROOT / name, folder)
     try:
-        done = subprocess.run(["runuser", "-u", "nobody", "--", "/usr/bin/python3", str(folder / "sandbox.py")], capture_output=True, text=True, timeout=30, cwd="/")
+        return subprocess.run(["runuser", "-u", "nobody", "--", "/usr/bin/python3", *arguments], capture_output=True, text=True, timeout=30, cwd=folder)
     finally:
         shutil.rmtree(folder)
+
+
+@AS_NOBODY
+def test_works_as_an_ordinary_user():
+    done = as_nobody("sandbox.py")
     assert done.returncode == 0 and "5050" in done.stdout, done
+
+
+@AS_NOBODY
+def test_program_with_the_user_id_of_its_watcher_cannot_reach_into_it(kind):
+    program = ("for name in ('mem', 'maps', 'environ', 'cwd/x', 'root/x'):\n    try:\n        open('/proc/1/' + name, 'rb').read(1)\n"
+               "    except OSError as error:\n        print(name, type(error).__name__)\nprint(len(open('/proc/self/environ').read()))")
+    done = as_nobody("-c", f"import sandbox\nsandbox.state['kind'] = {kind!r}\nprint(sandbox.run_python({program!r}).stdout)")
+    lines = done.stdout.split("\n")
+    assert lines[:5] == [f"{name} PermissionError" for name in ("mem", "maps", "environ", "cwd/x", "root/x")] and int(lines[5]) > 0, done
 
 
 def test_without_isolation_it_refuses_with_the_remedy_unless_allowed(monkeypatch):

@@ -339,6 +339,25 @@ def test_a_broken_file_is_one_clear_line(tmp_path, name, content, message):
         load_tasks(tmp_path / "absent.jsonl")
 
 
+@pytest.mark.parametrize("row", [
+    {**verl({"target": "a"}), "extra_info": "x"}, {**verl({"target": "a"}), "extra_info": {"question": 5}}, verl({"inputs": 5, "outputs": 5}), {**LCB, "public_test_cases": "[]"},
+    {**LCB, "public_test_cases": "[1]"}, {**LCB, "metadata": "[]"}, {"description": "d", "public_tests": "x", "private_tests": {}}])
+def test_a_row_that_is_not_what_its_columns_announce_is_named(tmp_path, row):
+    with pytest.raises(InputError, match=r"bad\.jsonl:1: "):
+        load_tasks(write(tmp_path, "bad.jsonl", [row]))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 100_000])
+def test_json_that_python_does_not_read_is_named(tmp_path, text):
+    (tmp_path / "bad.jsonl").write_text('{"question": "q", "answer": ' + text + "}\n")
+    with pytest.raises(InputError, match=r"bad\.jsonl:1: not JSON"):
+        load_tasks(tmp_path / "bad.jsonl")
+
+
+def test_absent_hops_are_unknown(tmp_path):
+    assert load_tasks(write(tmp_path, "a.jsonl", [{"question": "q", "answer": "a", "hops": None}]))[0].hops == 0
+
+
 def test_a_packed_test_file_cannot_run_code(tmp_path):
     class Bomb:
         def __reduce__(self):
