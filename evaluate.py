@@ -173,7 +173,7 @@ class Server(LLM):
         """Whether it was this request alone: a server may time out, or fail, on one question for good."""
         small = {"prompt": "a"} if "prompt" in body else {"messages": [{"role": "user", "content": "a"}]}
         try:
-            super()._post(path, {**body, **small, "max_tokens": 1})
+            self._request(path, {"model": self.model, **body, **small, "max_tokens": 1})      # past the cache
             return True
         except LLMError:
             return False
