@@ -519,7 +519,7 @@ def read_rows(path):
     for number, line in enumerate([content] if content.lstrip().startswith("[") else content.split("\n"), 1):
         try:
             found = json.loads(line) if line.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: expected JSON: {error}") from None
         for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict) or not isinstance(row.get("output", row.get("text")), str):

@@ -65,10 +65,12 @@ def read_jsonl(path):
                     rows.append(json.loads(line))
                     if not isinstance(rows[-1], dict):
                         raise InputError(f"{path}:{number}: expected a JSON object, found {type(rows[-1]).__name__}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{path}:{number}: not valid JSON: {error}") from None
+    except InputError:
+        raise
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text (after line {len(rows)})") from None
+    except (ValueError, RecursionError) as error:                # a number of 5,000 digits is a ValueError too
+        raise InputError(f"{path}:{number}: not valid JSON: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     return rows

@@ -56,7 +56,7 @@ def read_rows(path):
     if path.suffix == ".json" and path.exists():
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not valid JSON: {error}") from None
         if not isinstance(rows, list):
             raise InputError(f"{path}: expected a JSON list of rows, found {type(rows).__name__}")

@@ -446,24 +446,27 @@ def read_rows(path):
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
         return [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
+    rows, place = [], path
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             rows = json.loads(text)
-            if not isinstance(rows, list):
-                raise InputError(f"{path}: expected a JSON list of rows")
-            return [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
-        rows = []
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                rows.append((f"{path}:{number}", json.loads(line)))
-        return rows
+        else:
+            for number, line in enumerate(text.split("\n"), 1):
+                place = f"{path}:{number}"
+                if line.strip():
+                    rows.append((place, json.loads(line)))
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:                       # a number of 5,000 digits is a ValueError too
-        raise InputError(f"{path if path.suffix == '.json' else f'{path}:{number}'}: not JSON: {error}") from None
+        raise InputError(f"{place}: not JSON: {error}") from None
+    if path.suffix == ".json":
+        if not isinstance(rows, list):
+            raise InputError(f"{path}: expected a JSON list of rows")
+        rows = [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
+    return rows
 
 
 def decode(place, name, value):
