@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole recipe on the embedded default: a base model becomes a multi-agent system, in one command.
 #
-#   bash speedrun.sh                   about 40 minutes on 2 CPU cores; report in runs/demo
+#   bash speedrun.sh                   about 42 minutes on 2 CPU cores; report in runs/demo
 #   SPEEDRUN=quick bash speedrun.sh    under 5 minutes at reduced size, in runs/quick; fails unless SFT beats base
 #   SEED=1 RUN=runs/seed1 bash speedrun.sh     another seed, its own folder
 #
