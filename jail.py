@@ -201,7 +201,7 @@ def call_init(control: int, files: list, limits, kind: str):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)      # pid 1 gets no signal from below that it does not handle
         folder = prepare(kind, limits)
-        kernel("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)      # where both have one user id: no /proc/1/mem for the program, our watch would end there
+        kernel("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)      # a program with our user id could else write into us, its watch, by /proc/1/mem
         program = os.fork()
         if program == 0:
             kernel("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
