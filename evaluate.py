@@ -35,7 +35,7 @@ from distill import REFUSED, Teacher, Trace, to_chain
 from hf import InputError, exit_on_input_error, local_directory
 from llm import LLM, LLMError
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, fingerprint, positive, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, fingerprint, natural, positive, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
 from report import by_question, check_report, commit, mean, scores, write_report
 from sampler import Limits, Request, Sampler
 from tasks import Task, grade, load_tasks
@@ -412,10 +412,10 @@ def parse_arguments():
     group.add_argument("--method", nargs="+", choices=("coa", "direct", "react", "team"), default=["coa"],
                        help="chain of agents, and baselines for instruct models: no tools; thoughts and calls alone; distill.py's agents, one "
                             "request an act (needs --endpoint)")
-    group.add_argument("--samples", type=int, default=0, help="sampled answers a question, beside the greedy one (default %(default)s)")
-    group.add_argument("--subset", type=int, default=300,
+    group.add_argument("--samples", type=natural, default=0, help="sampled answers a question, beside the greedy one (default %(default)s)")
+    group.add_argument("--subset", type=natural, default=300,
                        help="questions for base and for the run without tools; 0: base gets all, and no run without tools (default %(default)s)")
-    group.add_argument("--limit", type=int, default=0, help="ask only a fixed choice of that many questions (default: all)")
+    group.add_argument("--limit", type=natural, default=0, help="ask only a fixed choice of that many questions (default: all)")
     group.add_argument("--agent", choices=PROFILES, help="agent profile of rows that name none, and of --ask (default mhqa)")
     group.add_argument("--declare", nargs="+", default=[], choices=sorted(TOOLS),
                        help="tools to offer beside the profile's own, to see whether an untrained one is used")

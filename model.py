@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(ids)                                          # (B, T, D)
         length, positions, mask = T, slice(T), None                         # mask None: causal over the T new tokens
         if cache is not None:
-            length, positions, mask = cache.begin(T, lengths, x.dtype)
+            length, positions, mask = cache.begin(T, lengths)
         elif segments is not None:
             t = torch.arange(T, device=ids.device)
             starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)) * t
@@ -229,8 +229,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def log_softmax(hidden, weight, temperature):                        # (n, D), (V, D) -> (n, V)
-        logits = matmul_fp32(hidden, weight.T).div_(temperature)
-        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+        return F.log_softmax(matmul_fp32(hidden, weight.T).div_(temperature), -1)
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, entropy):     # (N, D), (V, D), (N,)
@@ -253,20 +252,23 @@ class TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=grad_logprobs.dtype, device=weight.device)
-        for i in reversed(range(0, len(hidden), CHUNK)):
+        grad_weight = None
+        for i in reversed(range(0, max(len(hidden), 1), CHUNK)):
             rows = slice(i, i + CHUNK)
             h, t, g = hidden[rows], targets[rows, None], grad_logprobs[rows, None]
             logp, ctx.last = ctx.last, None
             if logp is None:
                 logp = TokenLogprobs.log_softmax(h, weight, ctx.temperature)
-            p, slope = logp.exp(), g                                     # d log p[t] / d logits = onehot(t) - p
-            if grad_entropies is not None:                               # dH / d logits = -p (log p + H)
+            if grad_entropies is None:                                   # d log p[t] / d logits = onehot(t) - p
+                p, slope = logp.exp_(), g
+            else:                                                        # dH / d logits = -p (log p + H)
+                p = logp.exp()
                 slope = g + grad_entropies[rows, None] * (logp - (p * logp).sum(-1, keepdim=True))
             grad_logits = p.mul_(-slope).scatter_add_(1, t, g).div_(ctx.temperature).to(weight.dtype)
             grad_hidden[rows] = matmul_fp32(grad_logits, weight).to(hidden.dtype)
-            grad_weight += matmul_fp32(grad_logits.T, h)
-            del logp, p, grad_logits                                     # before the next chunk's are born
+            grad_chunk = matmul_fp32(grad_logits.T, h)
+            grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
+            del logp, p, grad_logits, grad_chunk                         # before the next chunk's are born
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
@@ -284,6 +286,7 @@ class KVCache:
         self.data = torch.zeros(config.num_hidden_layers, 2, rows, config.num_key_value_heads, slots, config.head_dim,
                                 dtype=dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.ramp = F.pad(torch.zeros(slots, dtype=dtype, device=device), (0, slots), value=-math.inf)     # see begin
         self.host_lengths, self.rows, self.max_len = [0] * rows, range(rows), max_len
         self.group = config.num_attention_heads // config.num_key_value_heads
 
@@ -315,23 +318,26 @@ class KVCache:
 
     # A forward pass calls begin once, append in every layer, advance at the end.
 
-    def begin(self, T: int, lengths, dtype) -> tuple[int, Tensor, Tensor | None]:
+    def begin(self, T: int, lengths) -> tuple[int, Tensor, Tensor | None]:
         """Plan for T new tokens a row: a bound on their positions, the positions (B, T), and the mask (None: plain causal)."""
-        held, device = [self.host_lengths[row] for row in self.rows], self.lengths.device
-        self.new = torch.as_tensor([T] * len(held) if lengths is None else lengths).tolist()
+        held, device, slots = [self.host_lengths[row] for row in self.rows], self.lengths.device, self.data.shape[4]
+        self.new = [T] * len(held) if lengths is None else torch.as_tensor(lengths).tolist()
         if len(self.new) != len(held) or max(self.new) > T or max(map(sum, zip(held, self.new))) > self.max_len:
             raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens that holds {held} cannot take {self.new}")
-        t, slots = torch.arange(T, device=device), self.data.shape[4]
-        positions = self.lengths[:, None] + t                                               # (B, T)
-        self.counts = torch.tensor(self.new, device=device)
-        self.write = torch.arange(len(held), device=device)[:, None], positions.where(t < self.counts[:, None], slots - 1)
+        t = torch.arange(T, device=device)
+        positions = written = self.lengths[:, None] + t                                     # (B, T)
+        self.counts = T
+        if lengths is not None:
+            self.counts = torch.tensor(self.new, device=device)
+            written = positions.where(t < self.counts[:, None], slots - 1)
+        self.write = torch.arange(len(held), device=device)[:, None], written
         bound = max(held) + T
         self.read = min(-(-bound // BUCKET) * BUCKET, slots) if max(held) else 0            # 0: nothing but the new tokens
         if self.read == 0:
             return bound, positions, None
-        unseen = torch.arange(self.read, device=device) > positions[:, None, :, None]       # (B, 1, T, S)
-        mask = torch.where(unseen, -math.inf, 0.0).to(dtype)
-        return bound, positions, mask.repeat(1, self.data.shape[3], 1, 1) if T == 1 else mask.repeat(1, 1, self.group, 1)    # see Attention
+        copies = (1, self.data.shape[3], 1) if T == 1 else (1, 1, self.group)               # see Attention
+        rows = slots - 1 - positions[:, None].repeat(copies)                                # (B, KV, 1) or (B, 1, H / KV * T)
+        return bound, positions, self.ramp.unfold(0, self.read, 1)[rows]                    # (.., S): position p has p + 1 zeros, then -inf
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, KV, T, head_dim); return what attention reads, (B, KV, S, head_dim)."""

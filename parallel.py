@@ -189,11 +189,16 @@ def run_config(args, inputs=(), ignore=()):
     return {**config, "sha256": {str(path): fingerprint(path) for path in inputs if Path(path).exists()}}
 
 
-def positive(text):
+def positive(text, least=1):
     """An option that is a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
     return int(text)
+
+
+def natural(text):
+    """An option that is a whole number from 0 on."""
+    return positive(text, 0)
 
 
 def add_common_arguments(parser, out, tasks=None, model=None):
@@ -393,7 +398,7 @@ def add_scale_arguments(parser, micro_tokens):
     group = parser.add_argument_group("scale")
     group.add_argument("--micro-tokens", type=positive, default=micro_tokens, help="padded tokens of a micro-batch (default %(default)s)")
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only and compute the rest again in backward")
-    group.add_argument("--shards", type=int, default=0, help="ranks that share one copy of the weights (default: those of a node)")
+    group.add_argument("--shards", type=natural, default=0, help="ranks that share one copy of the weights (default: those of a node)")
     group.add_argument("--offload", action="store_true", help="keep shards and optimiser in CPU memory")
     group.add_argument("--checkpoint-seconds", type=float, default=30.0, help="least time between checkpoints (default %(default)s)")
     return group
@@ -637,7 +642,7 @@ if __name__ == "__main__":
     parser.add_argument("--per-node", type=positive, default=8, help="GPUs of one node (default %(default)s)")
     parser.add_argument("--seq", type=positive, default=32768, help="longest row in tokens (default %(default)s)")
     parser.add_argument("--memory", type=float, default=80.0, help="GB of one GPU (default %(default)s)")
-    parser.add_argument("--episodes", type=int, default=512, help="episodes of one RL step over all GPUs; 0: SFT (default %(default)s)")
+    parser.add_argument("--episodes", type=natural, default=512, help="episodes of one RL step over all GPUs; 0: SFT (default %(default)s)")
     args = parser.parse_args()
 
     config = read_config(args.plan)

@@ -39,7 +39,7 @@ from coa_format import SAMPLED, check, parse, prompt, prompt_ids
 from hf import InputError, exit_on_input_error
 from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clean, clip_gradients, collate, export_model,
-                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, positive, read_jsonl, refresh,
+                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, read_jsonl, refresh,
                       replace_directory, rollout_copy, run_config, save_checkpoint, setup, start_run, swap, teardown)
 from sampler import Limits, Request, Sampler
 from sft import learning_rate, stream
@@ -421,7 +421,7 @@ def parse_arguments(argv=None):
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
     group.add_argument("--prompts", type=positive, default=16, help="questions a step (default %(default)s)")
     group.add_argument("--samples", type=positive, default=8, help="episodes a question, 2 at least (default %(default)s)")
-    group.add_argument("--refills", type=int, default=1, help="further rounds for groups without spread (default %(default)s)")
+    group.add_argument("--refills", type=natural, default=1, help="further rounds for groups without spread (default %(default)s)")
     group.add_argument("--temperature", type=float, default=0.7, help="of sampling and of the loss (default %(default)s)")
     group.add_argument("--prompt", choices=["brief", "full"], default="brief", help="brief for tiny models (default %(default)s)")
     group.add_argument("--turns", type=positive, default=8, help="generations an episode may have (default %(default)s)")
@@ -440,7 +440,7 @@ def parse_arguments(argv=None):
     group.add_argument("--steps", type=positive, default=110, help="rollout-update rounds (default %(default)s)")
     group.add_argument("--minibatches", type=positive, default=1, help="optimiser steps a round (default %(default)s)")
     group.add_argument("--lr", type=float, default=4e-4, help="learning rate (default %(default)s)")
-    group.add_argument("--warmup-steps", type=int, default=3, help="rounds of linear warm-up (default %(default)s)")
+    group.add_argument("--warmup-steps", type=natural, default=3, help="rounds of linear warm-up (default %(default)s)")
     group.add_argument("--schedule", choices=["constant", "linear", "cosine"], default="linear", help="after it (default %(default)s)")
     group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's weight decay (default %(default)s)")
@@ -454,14 +454,12 @@ def parse_arguments(argv=None):
     group = parser.add_argument_group("evaluation")
     group.add_argument("--dev", nargs="+", help="held-out tasks (default: data/tasks/dev.jsonl with the built-in --tasks, else none)")
     group.add_argument("--eval-tasks", type=positive, default=240, help="how many of them (default %(default)s)")
-    group.add_argument("--eval-every", type=int, default=20, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
+    group.add_argument("--eval-every", type=natural, default=20, help="rounds between evaluations; 0: none, model/ is the last (default %(default)s)")
     add_tool_arguments(parser)
     scale = add_scale_arguments(parser, micro_tokens=4096)
     scale.add_argument("--swap", action="store_true", help="while sampling keep the trainer in CPU memory, while training the sampler's copy")
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(argv)[0].preset, {}))
     args = parser.parse_args(argv)
-    if args.refills < 0:
-        parser.error("argument --refills: expected 0 or more")
     if args.samples < 2:
         parser.error("argument --samples: expected 2 at least: an advantage is a difference within a group")
     if args.dev is None:

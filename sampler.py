@@ -127,7 +127,7 @@ def sample(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the mass before this token is enough; never true of the first
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), float("-inf"))
     logprobs = logits.log_softmax(-1)
-    cdf = logprobs.exp().double().cumsum(-1)  # fp64: in fp32 the tail of a large vocabulary would be lost
+    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)  # fp64: in fp32 the tail of a large vocabulary would be lost
     tokens = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 

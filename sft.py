@@ -31,7 +31,7 @@ from coa_format import encode, observation, prompt_ids, reject_reason, truncate
 from hf import InputError, exit_on_input_error
 from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, positive, read_jsonl, run_config, save_checkpoint,
+                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, read_jsonl, run_config, save_checkpoint,
                       setup, start_run, teardown)
 
 # The paper's hyper-parameters (section 4.1.1 and 4.2.1; warm-up of mhqa from the official script). Batch and epochs are the paper's.
@@ -199,8 +199,8 @@ def parse_arguments(argv=None):
     group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's weight decay (default %(default)s)")
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
     group.add_argument("--max-len", type=positive, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
-    group.add_argument("--validation-rows", type=int, default=64, help="rows held out, at most a tenth (default %(default)s)")
-    group.add_argument("--eval-every", type=int, default=100, help="steps between validations; 0: only at the end (default %(default)s)")
+    group.add_argument("--validation-rows", type=natural, default=64, help="rows held out, at most a tenth (default %(default)s)")
+    group.add_argument("--eval-every", type=natural, default=100, help="steps between validations; 0: only at the end (default %(default)s)")
     add_scale_arguments(parser, micro_tokens=4096)
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS.get(preset, {}))

@@ -184,18 +184,20 @@ def bench_single_turn(name, model, theirs, tokenizer, args):
         rng.shuffle(lengths)
         sampler = Sampler(model, tokenizer, slots=n, max_len=96 + longest)
         sampler.eos = set()  # random weights would end at random
+        sides = {"ours": lambda: sampler.generate(prompts, lengths, temperature=1.0) and sampler.stats["rollout_seconds"],
+                 "dynamic": lambda: generate(theirs, prompts, lengths), "static": lambda: generate(theirs, prompts, lengths, "static"),
+                 "batch": lambda: generate_batch(theirs, prompts, lengths)}
         sampler.generate(prompts[:2], 4, temperature=1.0)
-        best = min((sampler.generate(prompts, lengths, temperature=1.0) and sampler.stats["rollout_seconds"] for _ in range(args.repeat)))
-        share, useful = sampler.limit_share(), sum(lengths)
-        setting = f"{name}, {n} requests, {min(lengths)} to {max(lengths)} new ids"
-        times = {}
-        for cache in ("dynamic", "static"):
-            times[cache] = min(generate(theirs, prompts, lengths, cache) for _ in range(args.repeat))
-        cache = min(times, key=times.get)
-        line("sampler_single_turn", useful / best, useful / times[cache], f"{setting}; generate(), {cache} cache", share=round(share, 3))
         generate_batch(theirs, prompts[:2], [4, 4])
-        together = min(generate_batch(theirs, prompts, lengths) for _ in range(args.repeat))
-        line("sampler_single_turn", useful / best, useful / together, f"{setting}; generate_batch()")
+        times = {side: [] for side in sides}
+        for _ in range(args.repeat):  # in turns, so that a machine that slows down slows all sides; the best of each counts
+            for side, run in sides.items():
+                times[side].append(run())
+        best, share, useful = {side: min(seconds) for side, seconds in times.items()}, sampler.limit_share(), sum(lengths)
+        setting = f"{name}, {n} requests, {min(lengths)} to {max(lengths)} new ids"
+        cache = min(("dynamic", "static"), key=best.get)
+        line("sampler_single_turn", useful / best["ours"], useful / best[cache], f"{setting}; generate(), {cache} cache", share=round(share, 3))
+        line("sampler_single_turn", useful / best["ours"], useful / best["batch"], f"{setting}; generate_batch()")
 
 
 def bench_ten_turns(name, model, theirs, tokenizer, args):
@@ -245,7 +247,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", help="preset of model.py or Hugging Face directory; several times (default: tiny-1m, tiny-5m)")
     parser.add_argument("--only", action="append", choices=BENCHES, help="just this bench; several times")
-    parser.add_argument("--repeat", type=int, default=2, help="single turn: best of so many runs, for both sides")
+    parser.add_argument("--repeat", type=int, default=4, help="single turn: best of so many runs of each side, in turns")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; the ratios mean nothing")
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM

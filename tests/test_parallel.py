@@ -328,8 +328,10 @@ def test_plan_script_prints_the_parts_and_the_options(tmp_path):
     for wrong, line in ((__file__, "not valid JSON"), (ROOT / "data", "data/config.json: no such file")):
         with pytest.raises(InputError, match=line):
             parallel.read_config(wrong)
-    with pytest.raises(parallel.argparse.ArgumentTypeError, match="expected a whole number from 1 on, got '0'"):
-        parallel.positive("0")
+    for kind, wrong, least in ((parallel.positive, "0", 1), (parallel.natural, "-1", 0), (parallel.natural, "x", 0)):
+        with pytest.raises(parallel.argparse.ArgumentTypeError, match=f"expected a whole number from {least} on, got '{wrong}'"):
+            kind(wrong)
+    assert (parallel.positive("1"), parallel.natural("0")) == (1, 0)
     done = subprocess.run([*command, "--memory", "1"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: nothing fits"), done
 
