@@ -39,14 +39,13 @@ Left out: tag attributes and agents inside agents, which the paper does not have
     python coa_format.py FILE.jsonl --row 3      any SFT file (`output`) or trace file (`text`): what is trained, what is not, what is wrong
 """
 import argparse
-import json
 import os
 import re
 import signal
 import sys
 from dataclasses import dataclass
 
-from hf import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error, read_rows
 
 PROMPT, SAMPLED, ENVIRONMENT = 0, 1, 2        # who wrote a token: the `source` of an episode or a training row
 WHITE = " \t\r\n"
@@ -509,23 +508,13 @@ PAINT = {"P": "90", "M": "32", "E": "36", "!": "1;31"}        # who wrote a line
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def read_rows(path):
-    """The rows of a JSONL file (or one JSON list) of SFT rows (`output`) or traces (`text`); InputError names file, line and field."""
-    try:
-        content = open(path, encoding="utf-8", newline="\n").read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from None
-    rows = []
-    for number, line in enumerate([content] if content.lstrip().startswith("[") else content.split("\n"), 1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: expected JSON: {error}") from None
-        for row in found if isinstance(found, list) else [found]:
-            if not isinstance(row, dict) or not isinstance(row.get("output", row.get("text")), str):
-                raise InputError(f"{path}:{number}: expected an object with a text field 'output' (SFT row) or 'text' (trace)")
-            rows.append(row)
-    return rows
+def printable(path):
+    """The rows of a file of SFT rows (`output`) or traces (`text`); InputError names file, line and field."""
+    rows = read_rows(path)
+    for place, row in rows:
+        if not isinstance(row.get("output", row.get("text")), str):
+            raise InputError(f"{place}: expected an object with a text field 'output' (SFT row) or 'text' (trace)")
+    return [row for _, row in rows]
 
 
 def show(row, colour):
@@ -567,7 +556,7 @@ if __name__ == "__main__":
     # rows
     if args.file == parser.get_default("file") and not os.path.exists(args.file):
         raise InputError(f"{args.file}: not there yet; `python distill.py` makes it")
-    rows = read_rows(args.file)
+    rows = printable(args.file)
     if args.row is not None and not 0 <= args.row < len(rows):
         raise InputError(f"{args.file}: --row {args.row}: expected 0 to {len(rows) - 1}")
     for row in rows[:3] if args.row is None else [rows[args.row]]:

@@ -15,7 +15,6 @@ import argparse
 import fcntl
 import gzip
 import hashlib
-import json
 import os
 import re
 import sqlite3
@@ -24,7 +23,7 @@ import unicodedata
 import zlib
 from pathlib import Path
 
-from hf import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error, json_object, parse_json
 
 STOP_WORDS = set("""a about after all also an and any are as at be been before but by can could did do does for from had has have he her
     him his how i if in into is it its me my no not of on or our she so than that the their them then there these they this those to
@@ -151,12 +150,7 @@ def corpus_rows(corpus: Path):
     for number, line in corpus_lines(corpus):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError):               # not JSON, or not UTF-8
-            raise InputError(f"{corpus}:{number}: expected one JSON object a line, in UTF-8") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{corpus}:{number}: expected a JSON object, found {type(row).__name__}")
+        row = json_object(parse_json(line, f"{corpus}:{number}"), f"{corpus}:{number}")
         row["url"] = row.get("url") or f"https://corpus.local/{row.get('id', number)}"
         for field in ("contents", "url") if "contents" in row else ("title", "text", "url"):
             try:

@@ -32,10 +32,10 @@ import torch
 from coa_format import (ENVIRONMENT, PROFILES, SAMPLED, TOOLS, Profile, double_check_score, encode, find_answer, find_calls, find_profile,
                         observation, parse, prompt, prompt_ids)
 from distill import REFUSED, Teacher, Trace, to_chain
-from hf import InputError, exit_on_input_error, local_directory
+from hf import InputError, exit_on_input_error, local_directory, read_jsonl
 from llm import LLM, LLMError
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, fingerprint, natural, positive, read_jsonl, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, fingerprint, natural, positive, setup, start_run, teardown, write_atomic, write_jsonl
 from report import by_question, check_report, commit, mean, scores, write_report
 from sampler import Limits, Request, Sampler
 from tasks import Task, grade, load_tasks

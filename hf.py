@@ -105,16 +105,47 @@ def local_directory(path_or_name) -> Path:
         raise InputError(f"model {path_or_name}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
 
 
-def read_json(path: Path) -> dict:
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
+def parse_json(content: bytes, place):
+    """JSON in UTF-8 -> value. InputError names the place."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:       # not UTF-8, or a number of 5,000 digits, is a ValueError too
+        raise InputError(f"{place}: not valid JSON: {error}") from None
+
+
+def json_object(value, place) -> dict:
+    """The value, if it is a JSON object. InputError names the place."""
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_file(path) -> bytes:
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def read_json(path) -> dict:
+    return json_object(parse_json(read_file(path), path), path)
+
+
+def read_rows(path) -> list[tuple[str, dict]]:
+    """The objects of a file of JSON lines, or of one JSON list -> [(place, object)]; place is "file:line" (of a list "file:number"), from 1."""
+    content = read_file(path)
+    if content[:100].lstrip().startswith(b"["):
+        rows = [(f"{path}:{i}", row) for i, row in enumerate(parse_json(content, path), 1)]
+    else:
+        rows = [(f"{path}:{i}", parse_json(line, f"{path}:{i}")) for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    return [(place, json_object(row, place)) for place, row in rows]
+
+
+def read_jsonl(path) -> list[dict]:
+    return [row for _, row in read_rows(path)]
 
 
 def read_tensors(path: Path, wanted: dict, dtype, device, spare=()) -> dict:

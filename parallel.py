@@ -52,30 +52,6 @@ def write_jsonl(path, rows):
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path):
-    """Read a JSON-lines file -> list of dicts. InputError names file and line of the first bad one."""
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    rows, number = [], 0
-    try:
-        with open(path, encoding="utf-8", errors="strict") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
-                        raise InputError(f"{path}:{number}: expected a JSON object, found {type(rows[-1]).__name__}")
-    except InputError:
-        raise
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text (after line {len(rows)})") from None
-    except (ValueError, RecursionError) as error:                # a number of 5,000 digits is a ValueError too
-        raise InputError(f"{path}:{number}: not valid JSON: {error}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    return rows
-
-
 def fingerprint(path):
     """sha256 of a file, or of all files below a directory (their names and contents), as hex. InputError when it is not there."""
     path, digest = Path(path), hashlib.sha256()

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from coa_format import find_answer, find_calls, parse
-from hf import InputError
-from parallel import read_jsonl, write_atomic
+from hf import InputError, read_jsonl
+from parallel import write_atomic
 from tasks import as_number, load_tasks, math_content, normalise, tidy_math
 
 # ----------------------------------------------------------------------------------------------------------------------------------

@@ -36,10 +36,10 @@ import torch
 from tqdm import tqdm
 
 from coa_format import SAMPLED, check, parse, prompt, prompt_ids
-from hf import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error, read_jsonl
 from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clean, clip_gradients, collate, export_model,
-                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, read_jsonl, refresh,
+                      gather, gather_lists, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, refresh,
                       replace_directory, rollout_copy, run_config, save_checkpoint, setup, start_run, swap, teardown)
 from sampler import Limits, Request, Sampler
 from sft import learning_rate, stream

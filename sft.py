@@ -18,7 +18,6 @@ Left out on purpose: packing (rows of like length share a micro-batch instead, s
 The same command again goes on from the last checkpoint, on any number of ranks.
 """
 import argparse
-import json
 import math
 import time
 from collections import Counter
@@ -28,10 +27,10 @@ import torch
 from tqdm import tqdm
 
 from coa_format import encode, observation, prompt_ids, reject_reason, truncate
-from hf import InputError, exit_on_input_error
+from hf import InputError, exit_on_input_error, read_rows
 from model import load_tokenizer
 from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
-                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, read_jsonl, run_config, save_checkpoint,
+                      gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, run_config, save_checkpoint,
                       setup, start_run, teardown)
 
 # The paper's hyper-parameters (section 4.1.1 and 4.2.1; warm-up of mhqa from the official script). Batch and epochs are the paper's.
@@ -46,29 +45,17 @@ PRESETS = {
 # Rows: text -> ids and loss mask
 
 
-def read_rows(path):
+def read_texts(path):
     """A data file -> list of (prompt, response, place). Three kinds of row are known by their fields: ours and AFM's alpaca columns
     `instruction, input, output`; `messages`, one user message, then assistant messages with tool messages between them.
     JSON lines, or one JSON list. Errors: InputError naming file, row and field."""
-    path = Path(path)
-    if not path.exists() and path.name == "sft.jsonl":
+    if not Path(path).exists() and Path(path).name == "sft.jsonl":
         raise InputError(f"{path}: no such file; `python distill.py` makes it")
-    if path.suffix == ".json" and path.exists():
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not valid JSON: {error}") from None
-        if not isinstance(rows, list):
-            raise InputError(f"{path}: expected a JSON list of rows, found {type(rows).__name__}")
-    else:
-        rows = read_jsonl(path)
-    return [(*row_texts(row, f"{path}: row {number}"), f"{path}: row {number}") for number, row in enumerate(rows, 1)]
+    return [(*row_texts(row, place), place) for place, row in read_rows(path)]
 
 
 def row_texts(row, place):
     """One row -> (prompt text, response text)."""
-    if not isinstance(row, dict):
-        raise InputError(f"{place}: expected an object, found {type(row).__name__}")
     if "messages" in row:
         return message_texts(row["messages"], place)
     for field in ("instruction", "input", "output"):
@@ -215,7 +202,7 @@ if __name__ == "__main__":
 
     # ------------------------------------------------------------------------------------------------------------------
     # The run folder: new, to be resumed, or done
-    texts = [row for path in args.tasks for row in read_rows(path)]
+    texts = [row for path in args.tasks for row in read_texts(path)]
     outcome = start_run(out, run_config(args, [*args.tasks, args.model]), args.fresh, result="model")
     if outcome == "done":
         print(f"{out}/model is there: done, --fresh to redo") if ranks.is_main else None

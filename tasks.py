@@ -37,7 +37,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from coa_format import PROFILES, find_answer
-from hf import InputError
+from hf import InputError, read_file, read_rows
 from llm import LLMError
 from sandbox import Limits, run_python
 
@@ -434,39 +434,16 @@ KINDS = (("livecodebench", {"question_content", "public_test_cases"}), ("codecon
          ("math500", {"problem", "unique_id", "subject"}), ("olympiadbench", {"final_answer", "is_multiple_answer"}))
 
 
-def read_rows(path):
-    """[(place, row)] of a .jsonl, .json (a list) or .parquet file; place is "file:line" (of a list or table "file:row"), counted from 1."""
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: a folder, not a task file" if path.is_dir() else f"{path}: no such task file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet                                          # only here: half a second
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise InputError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
-        return [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
-    rows, place = [], path
+def read_table(path):
+    """[(place, row)] of a .parquet file, of JSON lines, or of a JSON list; place is "file:line", of a table or list "file:row", from 1."""
+    if Path(path).suffix != ".parquet":
+        return read_rows(path)
+    import pyarrow.parquet                                              # only here: half a second
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            rows = json.loads(text)
-        else:
-            for number, line in enumerate(text.split("\n"), 1):
-                place = f"{path}:{number}"
-                if line.strip():
-                    rows.append((place, json.loads(line)))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:                       # a number of 5,000 digits is a ValueError too
-        raise InputError(f"{place}: not JSON: {error}") from None
-    if path.suffix == ".json":
-        if not isinstance(rows, list):
-            raise InputError(f"{path}: expected a JSON list of rows")
-        rows = [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
-    return rows
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(read_file(path))).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
+    return [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
 
 
 def decode(place, name, value):
@@ -614,12 +591,10 @@ def load_tasks(path, agent=None):
     """
     tasks, seen = [], {}
     for file in [path] if isinstance(path, (str, Path)) else path:
-        rows, stem = read_rows(file), Path(file).stem
+        rows, stem = read_table(file), Path(file).stem
         if not rows:
             raise InputError(f"{file}: no tasks in this file")
         for i, (place, row) in enumerate(rows):
-            if not isinstance(row, dict):
-                raise InputError(f"{place}: expected an object with columns")
             try:
                 row = verl_row(place, row) if isinstance(row.get("reward_model"), dict) and "prompt" in row else plain_row(place, row, stem)
             except (TypeError, AttributeError, KeyError) as error:      # a column of a known layout holds something else

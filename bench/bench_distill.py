@@ -26,7 +26,7 @@ from coa_format import encode_text, parse, prompt  # noqa: E402
 from distill import Trace, agent_prompt, team  # noqa: E402
 from hf import InputError, exit_on_input_error  # noqa: E402
 from model import load_tokenizer  # noqa: E402
-from parallel import read_jsonl  # noqa: E402
+from hf import read_jsonl  # noqa: E402
 
 
 def trace_cost(trace, count):

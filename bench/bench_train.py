@@ -296,7 +296,7 @@ def grpo_peer(path, prompts, samples, turns, sampled, observed, steps, folder):
 
 
 def bench_grpo(shape, ranks, folder, args):
-    path, steps, rng = make_model(shape, folder), 1 if args.quick else 2, torch.Generator().manual_seed(1)
+    path, steps, rng = make_model(shape, folder), 1 if args.quick else 3, torch.Generator().manual_seed(1)
     # prompts, samples, prompt length, least and most turns, sampled and observed tokens of a turn: the built-in demo, a long search (within the 4,096
     # positions beyond which TRL runs no tool), plain text
     settings = [(8, 8, 60, 2, 6, 40, 60), (2, 8, 1000, 5, 14, 30, 200), (8, 8, 60, 1, 1, 160, 0)]

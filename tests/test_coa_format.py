@@ -634,13 +634,13 @@ def test_printer_reads_jsonl_and_lists_and_names_the_bad_line(tmp_path):
     lines, one, bad, missing = (tmp_path / name for name in ("a.jsonl", "b.json", "c.jsonl", "d.jsonl"))
     lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
     one.write_text(json.dumps(ROWS))
-    assert coa.read_rows(lines) == coa.read_rows(one) == ROWS
+    assert coa.printable(lines) == coa.printable(one) == ROWS
     bad.write_text(json.dumps(ROWS[0]) + "\n{")
     missing.write_text(json.dumps(ROWS[0]) + '\n{"output": 3}\n')
-    with pytest.raises(InputError, match=r"c.jsonl:2: expected JSON"):
-        coa.read_rows(bad)
+    with pytest.raises(InputError, match=r"c.jsonl:2: not valid JSON"):
+        coa.printable(bad)
     with pytest.raises(InputError, match=r"d.jsonl:2: expected .*'output'"):
-        coa.read_rows(missing)
+        coa.printable(missing)
 
 
 def test_script_prints_a_row_and_names_the_command_that_makes_a_missing_file(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from corpus import Store, corpus_rows, split_passages, split_words, url_key
 from hf import InputError
-from parallel import read_jsonl
+from hf import read_jsonl
 from tasks import load_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +108,7 @@ def test_changed_corpus_gets_a_new_index_and_an_unchanged_one_is_reopened(folder
 
 
 @pytest.mark.parametrize("line, expected", [
-    ("{not json", ":2: expected one JSON object"), ("[" * 200_000, ":2: expected one JSON object"), ("[1]", ":2: expected a JSON object"), ('{"title": "x"}', ":2: field 'text'"), ('{"title": 3, "text": "x"}', ":2: field 'title'"),
+    ("{not json", ":2: not valid JSON"), ("[" * 200_000, ":2: not valid JSON"), ("[1]", ":2: expected a JSON object"), ('{"title": "x"}', ":2: field 'text'"), ('{"title": 3, "text": "x"}', ":2: field 'title'"),
     ('{"contents": null}', ":2: field 'contents'"), ('{"title": "x", "text": "y", "url": 5}', ":2: field 'url'"), ('{"title": "x", "text": "\\ud83d"}', ":2: field 'text'"),
     ('{"id": "\\ud83d", "contents": "x\\ny"}', ":2: field 'url'")])
 def test_bad_row_names_file_line_and_field_and_leaves_nothing(folder, tmp_path, line, expected):
@@ -178,5 +178,5 @@ def test_script_answers_one_query(folder):
 
 def test_a_corpus_that_is_no_text_is_named_with_its_line(tmp_path):
     (tmp_path / "pages.jsonl").write_bytes(b'{"title": "A", "text": "b"}\n\xff\xfe\x00\n')
-    with pytest.raises(InputError, match=r"pages\.jsonl:2: expected one JSON object a line"):
+    with pytest.raises(InputError, match=r"pages\.jsonl:2: not valid JSON"):
         list(corpus_rows(tmp_path / "pages.jsonl"))

@@ -13,10 +13,10 @@ import torch
 
 import parallel
 from conftest import ROOT
-from hf import InputError
+from hf import InputError, read_jsonl
 from model import PRESETS, ModelConfig, Transformer, load_model
 from parallel import (MetricLog, Ranks, clip_gradients, collate, export_model, fingerprint, latest_checkpoint, load_checkpoint, make_optimizer,
-                      micro_batches, read_jsonl, save_checkpoint, shard_model, start_run, write_atomic, write_jsonl)
+                      micro_batches, save_checkpoint, shard_model, start_run, write_atomic, write_jsonl)
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))
 SMALL = dataclasses.replace(PRESETS["tiny-1m"], vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
@@ -57,11 +57,11 @@ def test_jsonl_comes_back_and_a_bad_line_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a": \n')
     with pytest.raises(InputError, match=r"bad.jsonl:3: not valid JSON"):
         read_jsonl(tmp_path / "bad.jsonl")
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    with pytest.raises(InputError, match=r"list.jsonl:1: expected a JSON object"):
+    (tmp_path / "list.jsonl").write_text('[{}, 1]')
+    with pytest.raises(InputError, match=r"list.jsonl:2: expected a JSON object"):
         read_jsonl(tmp_path / "list.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
-    with pytest.raises(InputError, match="not UTF-8"):
+    with pytest.raises(InputError, match="latin.jsonl:1: not valid JSON: .utf-8. codec"):
         read_jsonl(tmp_path / "latin.jsonl")
     with pytest.raises(InputError, match="no such file"):
         read_jsonl(tmp_path / "absent.jsonl")

@@ -10,7 +10,8 @@ import torch
 import rl
 import sft
 from model import PRESETS, Transformer, load_model
-from parallel import Ranks, read_jsonl
+from hf import read_jsonl
+from parallel import Ranks
 from sampler import Episode
 from tasks import Task
 from test_sft import KILL_IN_SAVE, KILLS, make_world, run, timeless

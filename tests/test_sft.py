@@ -13,9 +13,9 @@ import torch
 import sft
 from coa_format import ROLES, TOOLS, encode, eos_id, prompt, prompt_ids
 from conftest import ROOT
-from hf import InputError, train_tokenizer
+from hf import InputError, read_jsonl, train_tokenizer
 from model import PRESETS, Transformer, load_model, load_tokenizer, save_model
-from parallel import Ranks, read_jsonl, write_atomic, write_jsonl
+from parallel import Ranks, write_atomic, write_jsonl
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))
 TAGS = [tag for name in [*ROLES, *TOOLS, "observation", "answer"] for tag in (f"<{name}>", f"</{name}>")]
@@ -117,23 +117,23 @@ def test_three_kinds_of_row_give_the_same_text(tmp_path):
     write_atomic(tmp_path / "afm.json", json.dumps([{"instruction": "q\nmore", "input": "", "output": text, "system": "ignored"}]))
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "q\nmore"}, {"role": "assistant", "content": before},
                                                         {"role": "tool", "content": observed}, {"role": "assistant", "content": after}]}])
-    texts = [sft.read_rows(tmp_path / name)[0][:2] for name in ("ours.jsonl", "afm.json", "chat.jsonl")]
+    texts = [sft.read_texts(tmp_path / name)[0][:2] for name in ("ours.jsonl", "afm.json", "chat.jsonl")]
     assert texts[0] == texts[1] == texts[2] == ("q\nmore", text)
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"instruction": "q", "output": 3}, "row 1: field 'output': expected text"), ({"output": "x"}, "row 1: field 'instruction'"),
-    ({"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}]}, "row 1: field 'messages': expected roles"),
-    ({"messages": [{"role": "user", "content": "q"}]}, "row 1: field 'messages': expected roles"),
-    ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}, "row 1: field 'messages': expected a list of messages"),
-    ({"messages": "q"}, "row 1: field 'messages': expected a list of messages"), ({"instruction": "q", "input": ["x"], "output": "y"}, "row 1: field 'input'")])
+    ({"instruction": "q", "output": 3}, "jsonl:1: field 'output': expected text"), ({"output": "x"}, "jsonl:1: field 'instruction'"),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}]}, "jsonl:1: field 'messages': expected roles"),
+    ({"messages": [{"role": "user", "content": "q"}]}, "jsonl:1: field 'messages': expected roles"),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]}, "jsonl:1: field 'messages': expected a list of messages"),
+    ({"messages": "q"}, "jsonl:1: field 'messages': expected a list of messages"), ({"instruction": "q", "input": ["x"], "output": "y"}, "jsonl:1: field 'input'")])
 def test_a_bad_row_is_named(tmp_path, row, message):
     write_jsonl(tmp_path / "bad.jsonl", [row])
     with pytest.raises(InputError, match=message):
-        sft.read_rows(tmp_path / "bad.jsonl")
+        sft.read_texts(tmp_path / "bad.jsonl")
     write_atomic(tmp_path / "bad.json", '["text"]')
-    with pytest.raises(InputError, match="bad.json: row 1: expected an object"):
-        sft.read_rows(tmp_path / "bad.json")
+    with pytest.raises(InputError, match="bad.json:1: expected a JSON object"):
+        sft.read_texts(tmp_path / "bad.json")
 
 
 # ---------------------------------------------------------------- order and schedule
@@ -220,7 +220,7 @@ def test_script_trains_exports_and_names_what_changed(world):
 def test_a_missing_input_names_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="sft.jsonl: no such file; `python distill.py` makes it"):
-        sft.read_rows(sft.parse_arguments([]).tasks[0])
+        sft.read_texts(sft.parse_arguments([]).tasks[0])
 
 
 # Code that kills the process at a chosen moment.
