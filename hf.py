@@ -108,7 +108,7 @@ def local_directory(path_or_name) -> Path:
 def parse_json(content: bytes, place):
     """JSON in UTF-8 -> value. InputError names the place."""
     try:
-        return json.loads(content.decode())
+        return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:       # not UTF-8, or a number of 5,000 digits, is a ValueError too
         raise InputError(f"{place}: not valid JSON: {error}") from None
 

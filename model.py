@@ -336,7 +336,7 @@ class KVCache:
         if self.read == 0:
             return bound, positions, None
         copies = (1, self.data.shape[3], 1) if T == 1 else (1, 1, self.group)               # see Attention
-        rows = slots - 1 - positions[:, None].repeat(copies)                                # (B, KV, 1) or (B, 1, H / KV * T)
+        rows = (slots - 1 - positions[:, None].repeat(copies)).clamp_(min=0)                # (B, KV, 1) or (B, 1, H / KV * T); padding may lie beyond
         return bound, positions, self.ramp.unfold(0, self.read, 1)[rows]                    # (.., S): position p has p + 1 zeros, then -inf
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

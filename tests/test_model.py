@@ -331,6 +331,19 @@ def test_padding_never_overwrites_a_full_row(tiny):
         assert torch.equal(keys, cache.data[:, :, 0, :, :127])                     # a view touches its own rows only
 
 
+def test_padding_beyond_the_cache_is_masked_as_a_late_position_and_spoils_nothing(tiny):
+    """Row 0 is full: its padding has positions up to twice the cache's. A row of -inf there could become NaN, which the slot for padding would keep."""
+    cache, ids = KVCache(tiny.config, 2, 31), random_ids(2, 31)
+    with torch.inference_mode():
+        tiny(ids[:1, :30], cache=cache.view(0, 1))
+        _, positions, mask = cache.begin(31, [1, 31])                           # (2, 31), (2, 1, group * 31, 32)
+        unseen = torch.arange(32) > positions[:, None, :, None]
+        assert torch.equal(mask, torch.where(unseen, -torch.inf, 0.0).repeat(1, 1, cache.group, 1))
+        hidden = tiny(torch.stack((F.pad(ids[0, 30:], (0, 30)), ids[1])), cache=cache, lengths=[1, 31])
+        assert (tiny.logits(hidden[0, :1]) - tiny.logits(tiny(ids[:1]))[0, 30:]).abs().max() <= 1e-4
+        assert (tiny.logits(hidden[1]) - tiny.logits(tiny(ids[1:]))[0]).abs().max() <= 1e-4
+
+
 def test_cache_refuses_more_than_it_holds(tiny):
     cache = KVCache(tiny.config, 2, 10)
     tiny(random_ids(2, 8), cache=cache)
