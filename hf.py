@@ -6,6 +6,7 @@ appears whole or not at all, and is read by transformers 4 and 5 and by vLLM.
 
 Left out: pickled weights (.bin): loading one runs code. Such a directory is refused; `transformers` can convert it.
 """
+import io
 import json
 import os
 import re
@@ -105,12 +106,12 @@ def local_directory(path_or_name) -> Path:
         raise InputError(f"model {path_or_name}: no such directory, and the hub says: {str(error).splitlines()[0]}") from error
 
 
-def parse_json(content: bytes, place):
+def parse_json(content: bytes, place, kind="JSON"):
     """JSON in UTF-8 -> value. InputError names the place."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:       # not UTF-8, or a number of 5,000 digits, is a ValueError too
-        raise InputError(f"{place}: not valid JSON: {error}") from None
+        raise InputError(f"{place}: not valid {kind}: {error}") from None
 
 
 def json_object(value, place) -> dict:
@@ -121,12 +122,13 @@ def json_object(value, place) -> dict:
 
 
 def read_file(path) -> bytes:
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a folder, not a file") from None
+    except (OSError, ValueError) as error:              # a NUL in a name is a ValueError
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 
@@ -136,11 +138,11 @@ def read_json(path) -> dict:
 
 def read_rows(path) -> list[tuple[str, dict]]:
     """The objects of a file of JSON lines, or of one JSON list -> [(place, object)]; place is "file:line" (of a list "file:number"), from 1."""
-    content = read_file(path)
-    if content[:100].lstrip().startswith(b"["):
-        rows = [(f"{path}:{i}", row) for i, row in enumerate(parse_json(content, path), 1)]
+    content, kind = read_file(path), "JSON (one object a line, or one list)"
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[", content):
+        rows = [(f"{path}:{i}", row) for i, row in enumerate(parse_json(content, path, kind), 1)]
     else:
-        rows = [(f"{path}:{i}", parse_json(line, f"{path}:{i}")) for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        rows = [(f"{path}:{i}", parse_json(line, f"{path}:{i}", kind)) for i, line in enumerate(io.BytesIO(content), 1) if line.strip()]
     return [(place, json_object(row, place)) for place, row in rows]
 
 

@@ -21,6 +21,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hf import ModelConfig, load_tokenizer, local_directory, read_json, read_tensors, write_directory  # noqa: F401 (load_tokenizer: its place is beside load_model)
@@ -247,6 +248,7 @@ class TokenLogprobs(torch.autograd.Function):
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):                    # (N,), (N,) or None
         hidden, weight, targets = ctx.saved_tensors
         if grad_logprobs is None:

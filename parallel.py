@@ -55,8 +55,8 @@ def write_jsonl(path, rows):
 def fingerprint(path):
     """sha256 of a file, or of all files below a directory (their names and contents), as hex. InputError when it is not there."""
     path, digest = Path(path), hashlib.sha256()
-    if not path.exists():
-        raise InputError(f"{path}: no such file or directory")
+    if not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: {'neither a file nor a directory' if path.exists() else 'no such file or directory'}")
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     for file in files:
         digest.update(str(file.relative_to(path)).encode() + b"\0")

@@ -439,9 +439,10 @@ def read_table(path):
     if Path(path).suffix != ".parquet":
         return read_rows(path)
     import pyarrow.parquet                                              # only here: half a second
+    content = pyarrow.BufferReader(read_file(path))
     try:
-        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(read_file(path))).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+        rows = pyarrow.parquet.read_table(content).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
     return [(f"{path}:{i}", row) for i, row in enumerate(rows, 1)]
 

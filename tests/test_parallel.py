@@ -61,10 +61,17 @@ def test_jsonl_comes_back_and_a_bad_line_is_named(tmp_path):
     with pytest.raises(InputError, match=r"list.jsonl:2: expected a JSON object"):
         read_jsonl(tmp_path / "list.jsonl")
     (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
-    with pytest.raises(InputError, match="latin.jsonl:1: not valid JSON: .utf-8. codec"):
+    with pytest.raises(InputError, match="latin.jsonl:1: not valid JSON.*: .utf-8. codec"):
         read_jsonl(tmp_path / "latin.jsonl")
-    with pytest.raises(InputError, match="no such file"):
-        read_jsonl(tmp_path / "absent.jsonl")
+    for name, message in (("absent.jsonl", "no such file"), ("r.jsonl/x", "no such file"), ("x" * 300, "cannot be read"), (".", "a folder, not a file")):
+        with pytest.raises(InputError, match=message):
+            read_jsonl(tmp_path / name)
+    for start in ("\ufeff", " " * 200, "\ufeff\n"):                               # what editors put before a list
+        (tmp_path / "list.json").write_text(start + json.dumps(rows, indent=1))
+        assert read_jsonl(tmp_path / "list.json") == rows
+    (tmp_path / "object.json").write_text(json.dumps({"rows": rows}, indent=1))
+    with pytest.raises(InputError, match="object.json:1: not valid JSON .one object a line, or one list"):
+        read_jsonl(tmp_path / "object.json")
 
 
 def test_fingerprint_follows_contents_and_names(tmp_path):

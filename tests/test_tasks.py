@@ -5,11 +5,13 @@ import json
 import math
 import os
 import pickle
+import random
 import threading
 import time
 import zlib
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 import tasks
@@ -337,6 +339,21 @@ def test_a_broken_file_is_one_clear_line(tmp_path, name, content, message):
         load_tasks(tmp_path / name)
     with pytest.raises(InputError, match="no such file"):
         load_tasks(tmp_path / "absent.jsonl")
+
+
+def test_a_damaged_parquet_file_is_one_clear_line(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": f"question {i}", "answer": str(i)} for i in range(300)]), tmp_path / "a.parquet")
+    whole, rng, refused = (tmp_path / "a.parquet").read_bytes(), random.Random(0), 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(4):
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        (tmp_path / "b.parquet").write_bytes(damaged)
+        try:
+            load_tasks(tmp_path / "b.parquet")
+        except InputError as error:
+            refused += "b.parquet" in str(error) and "\n" not in str(error)
+    assert refused > 30
 
 
 @pytest.mark.parametrize("row", [
