@@ -457,6 +457,8 @@ if __name__ == "__main__":
         print("\n".join(problems) or f"{args.check_report}/report.json is valid, SFT beats base, every suite used tools")
         sys.exit(1 if problems else 0)
     models = [text.split("=", 1) if "=" in text else (Path(text).name, text) for text in args.model]
+    if args.ask is not None and not args.ask.strip():
+        raise InputError("--ask: expected a question")
     if args.ask is not None and args.endpoint:
         raise InputError("--ask streams a local model: leave --endpoint out")
     if "team" in args.method and not args.endpoint:

@@ -56,11 +56,11 @@ class ModelConfig:
     extra: dict = field(default_factory=dict)
 
     @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
+    def from_hf(cls, hf: dict, place="config.json") -> "ModelConfig":
         """Read a config.json, old (`rope_scaling`) or new (`rope_parameters`) spelling. InputError names what is not supported."""
         def expect(key, value, allowed):
             if value not in allowed:
-                raise InputError(f"config.json: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
+                raise InputError(f"{place}: {key} = {value!r} is not supported, expected {' or '.join(map(str, allowed))}")
         expect("model_type", hf.get("model_type"), list(FAMILIES))
         rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
         rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
@@ -73,10 +73,10 @@ class ModelConfig:
         needed = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
         absent = [key for key in needed if key not in hf] + [key for key in ROPE_NEEDS[rope["rope_type"]] if key not in rope]
         if absent:
-            raise InputError(f"config.json: field {absent[0]!r} is missing")
+            raise InputError(f"{place}: field {absent[0]!r} is missing")
         for key in needed:
             if not isinstance(hf[key], int) or hf[key] < 1:
-                raise InputError(f"config.json: field {key!r}: expected a whole number from 1 on, found {hf[key]!r}")
+                raise InputError(f"{place}: field {key!r}: expected a whole number from 1 on, found {hf[key]!r}")
         own = {f.name for f in fields(cls)}
         given = {"num_key_value_heads": hf["num_attention_heads"], "head_dim": hf["hidden_size"] // hf["num_attention_heads"],
                  **{key: value for key, value in hf.items() if key in own and value is not None}}

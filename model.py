@@ -359,7 +359,7 @@ class KVCache:
 def load_model(path_or_name, dtype: torch.dtype = torch.float32, device="cpu") -> Transformer:
     """Read a Hugging Face directory or hub id; tensors go to dtype and device one by one. InputError lists all that do not fit."""
     path = local_directory(path_or_name)
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = ModelConfig.from_hf(read_json(path / "config.json"), path / "config.json")
     with torch.device("meta"):
         model = Transformer(config)
     shapes = {hf_name(name): list(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -607,7 +607,7 @@ def read_config(model):
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"model {str(model)!r}: no such directory, and not to be had from the hub ({reason})") from None
-    return ModelConfig.from_hf(read_json(path))
+    return ModelConfig.from_hf(read_json(path), path)
 
 
 if __name__ == "__main__":

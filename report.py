@@ -370,7 +370,7 @@ def trace_page(runs):
 
 def rl_groups(folder, most=800):
     """Whole groups of an RL run's traces.jsonl, from evenly spaced steps up to the last, as rows for the page."""
-    if not (folder / "traces.jsonl").is_file():
+    if not all((folder / name).is_file() for name in ("traces.jsonl", "metrics.jsonl")):      # a stage of the evaluation may be called rl too
         return []
     rows, config = read_jsonl(folder / "traces.jsonl"), json.loads((folder / "config.json").read_text())
     tasks = {task.id: task for task in load_tasks([file for file in config.get("tasks", []) if Path(file).is_file()])}

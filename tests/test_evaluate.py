@@ -177,6 +177,8 @@ def test_rl_groups_come_whole_and_from_steps_up_to_the_last(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"tasks": [str(tmp_path / "tasks.jsonl")]}))
     (tmp_path / "traces.jsonl").write_text("".join(json.dumps({"step": step, "advantage": 0.5, "task_id": task, "sample": s, "suite": "mhqa", "reward": 1, "score": 1, "end_reason": "answered",
                                                                "turns": 1, "tool_calls": 0, "violations": 0, "text": "<answer>x</answer>"}) + "\n" for step in range(1, 11) for task in "ab" for s in range(4)))
+    assert report.rl_groups(tmp_path) == []                                        # a stage of the evaluation that is called rl: no training log beside it
+    (tmp_path / "metrics.jsonl").write_text("")
     rows = report.rl_groups(tmp_path, most=24)
     assert sorted({row["step"] for row in rows}) == [2, 6, 10] and len(rows) == 24
     assert all(len(group) == 12 for group in report.by_question(rows).values()) and rows[0]["question"] == "who?"
