@@ -150,7 +150,7 @@ def corpus_rows(corpus: Path):
     for number, line in corpus_lines(corpus):
         if not line.strip():
             continue
-        row = json_object(parse_json(line, f"{corpus}:{number}"), f"{corpus}:{number}")
+        row = json_object(parse_json(line, f"{corpus}:{number}", "JSON (one object a line, in UTF-8)"), f"{corpus}:{number}")
         row["url"] = row.get("url") or f"https://corpus.local/{row.get('id', number)}"
         for field in ("contents", "url") if "contents" in row else ("title", "text", "url"):
             try:
