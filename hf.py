@@ -6,6 +6,7 @@ appears whole or not at all, and is read by transformers 4 and 5 and by vLLM.
 
 Left out: pickled weights (.bin): loading one runs code. Such a directory is refused; `transformers` can convert it.
 """
+import atexit
 import io
 import json
 import os
@@ -24,14 +25,23 @@ class InputError(ValueError):
     """Something the user gave is wrong. One line: file, line or field, and what was expected."""
 
 
+def end_process(code):
+    """End here, after what `atexit` holds, and skip Python's finalisation: a Gloo thread that drops its last tensor meanwhile would abort the
+    process (torch 2.13, pytorch issue 190489), and torchrun would call a finished run failed."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def exit_on_input_error():
     """Make the script end with one line and exit code 2 on InputError, with 130 on Ctrl-C; other errors keep their traceback."""
     def hook(kind, error, trace):
         if issubclass(kind, InputError):
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            end_process(2)
         if issubclass(kind, KeyboardInterrupt):
-            sys.exit(130)
+            end_process(130)
         sys.__excepthook__(kind, error, trace)
     sys.excepthook = hook
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from hf import InputError, exit_on_input_error, read_json
+from hf import InputError, end_process, exit_on_input_error, read_json
 from model import CHUNK, ModelConfig, Transformer, load_model, save_model
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -223,9 +223,10 @@ def setup():
 
 
 def teardown():
-    """Leave the process group, if any."""
+    """The last line of a script. Where there is a process group: leave it and end the process, with exit code 0 (see end_process)."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        end_process(0)
 
 
 def from_rank_0(value):

@@ -386,6 +386,6 @@ if __name__ == "__main__":
     if "plan" in args.only:
         for memory in (80, 141):
             plan_table(8192 if args.quick else 32768, memory)
-    teardown()
     for row in RESULTS:
         print(json.dumps(row))
+    teardown()

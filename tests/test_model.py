@@ -486,6 +486,7 @@ def test_token_logprobs_under_fsdp2_gives_the_gradients_of_one_process(tmp_path)
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 sys.path.insert(0, sys.argv[1])
+from hf import end_process
 from model import *
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -505,8 +506,9 @@ for tied in (True, False):
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         gap = (p.grad.full_tensor() * 2 - q.grad).abs().max().item()
         assert gap < 1e-4, (tied, name, gap)
-dist.destroy_process_group()
 print("rank", rank, "equal")
+dist.destroy_process_group()
+end_process(0)
 '''
     (tmp_path / "run.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "run.py"), ROOT]
