@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from hf import ModelConfig, load_tokenizer, local_directory, read_json, read_tensors, write_directory  # noqa: F401 (load_tokenizer: its place is beside load_model)
 
 BUCKET = 16     # a decode step attends to the longest row's length rounded up to this
+SPLIT = 2 ** 16 # on a CPU: what one more call of attention costs, in numbers of keys that it could multiply meanwhile
 CHUNK = 512     # positions whose logits exist at one time in token_logprobs
 
 PRESETS = {   # for training from scratch: dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer))
@@ -71,7 +72,7 @@ class Transformer(nn.Module):
         x = self.embed_tokens(ids)                                          # (B, T, D)
         length, positions, mask = T, slice(T), None                         # mask None: causal over the T new tokens
         if cache is not None:
-            length, positions, mask = cache.begin(T, lengths)
+            length, positions = cache.begin(T, lengths)
         elif segments is not None:
             t = torch.arange(T, device=ids.device)
             starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0)) * t
@@ -151,13 +152,10 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)), cos, sin).transpose(1, 2)    # (B, H, T, head_dim)
         k = rotate(self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)), cos, sin).transpose(1, 2)    # (B, KV, T, head_dim)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)                                   # (B, KV, T, head_dim)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)                                                          # (B, KV, S, head_dim)
-            if mask is not None:    # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
-                q = q.reshape(B, k.shape[1], -1, self.head_dim)
-        if cache is not None and mask is not None and T == 1 and x.device.type == "cpu" and x.dtype != torch.bfloat16:    # SDPA's kernel: single queries on one thread
-            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)                                    # (B * KV, H / KV or S, head_dim)
-            y = torch.baddbmm(mask.flatten(0, 1), q, k.transpose(1, 2), alpha=self.head_dim ** -0.5).softmax(-1) @ v
+        blocks = cache.append(self.layer, k, v) if cache is not None else []
+        if blocks:      # queries that share a key head become one longer query: (B, KV, H / KV * T, head_dim)
+            q = q.reshape(B, k.shape[1], -1, self.head_dim).split([len(keys) for keys, _, _ in blocks])
+            y = torch.cat([F.scaled_dot_product_attention(part, *block) for part, block in zip(q, blocks)])
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.reshape(B, -1, T, self.head_dim).transpose(1, 2).reshape(B, T, -1))
@@ -280,7 +278,7 @@ class KVCache:
     """Keys and values of `rows` independent texts, each with its own length (at most max_len tokens).
 
     `lengths` (rows,) lives on the device; `host_lengths` mirrors it as a list, so that no step waits for the device.
-    `view(a, b)` is rows a..b-1 as a cache of its own, sharing everything: keep the live rows at the front and decode on a view.
+    `select(rows)` is some of the rows as a cache of its own, sharing everything. Neighbours attend in one call: on a GPU keep live rows together.
     """
 
     def __init__(self, config: ModelConfig, rows: int, max_len: int, dtype=torch.float32, device="cpu"):
@@ -289,17 +287,21 @@ class KVCache:
                                 dtype=dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.ramp = F.pad(torch.zeros(slots, dtype=dtype, device=device), (0, slots), value=-math.inf)     # see begin
-        self.host_lengths, self.rows, self.max_len = [0] * rows, range(rows), max_len
+        self.host_lengths, self.max_len = [0] * rows, max_len
+        self.rows, self.index = range(rows), torch.arange(rows, device=device)
         self.group = config.num_attention_heads // config.num_key_value_heads
 
     @property
     def bytes(self) -> int:
         return self.data.nbytes
 
-    def view(self, start: int, stop: int) -> "KVCache":
+    def select(self, rows) -> "KVCache":
+        """rows: their numbers in the whole cache, as ints; row i of a forward pass is rows[i]."""
         part = copy.copy(self)
-        part.data, part.lengths, part.rows = self.data[:, :, start:stop], self.lengths[start:stop], self.rows[start:stop]
+        part.rows, part.index = rows, torch.tensor(rows, device=self.data.device)
         return part
+
+    # Rows are numbered as in the whole cache here.
 
     def copy_row(self, src: int, dst: int, length: int):
         """Let row dst hold the first `length` tokens of row src (a prompt that several samples share)."""
@@ -307,7 +309,7 @@ class KVCache:
         self.set_length(dst, length)
 
     def swap_rows(self, i: int, j: int):
-        a, b = self.host_lengths[self.rows[i]], self.host_lengths[self.rows[j]]
+        a, b = self.host_lengths[i], self.host_lengths[j]
         row_i = self.data[:, :, i, :, :a].clone()
         self.copy_row(j, i, b)
         self.data[:, :, j, :, :a] = row_i
@@ -316,40 +318,55 @@ class KVCache:
     def set_length(self, row: int, length: int):
         """Keep the first `length` tokens of a row; 0 frees the row for another text."""
         self.lengths[row] = length
-        self.host_lengths[self.rows[row]] = length
+        self.host_lengths[row] = length
 
     # A forward pass calls begin once, append in every layer, advance at the end.
 
-    def begin(self, T: int, lengths) -> tuple[int, Tensor, Tensor | None]:
-        """Plan for T new tokens a row: a bound on their positions, the positions (B, T), and the mask (None: plain causal)."""
+    def begin(self, T: int, lengths) -> tuple[int, Tensor]:
+        """Plan for T new tokens a row: a bound on their positions, and the positions (B, T)."""
         held, device, slots = [self.host_lengths[row] for row in self.rows], self.lengths.device, self.data.shape[4]
         self.new = [T] * len(held) if lengths is None else torch.as_tensor(lengths).tolist()
         if len(self.new) != len(held) or max(self.new) > T or max(map(sum, zip(held, self.new))) > self.max_len:
             raise ValueError(f"a cache of {len(held)} rows x {self.max_len} tokens that holds {held} cannot take {self.new}")
         t = torch.arange(T, device=device)
-        positions = written = self.lengths[:, None] + t                                     # (B, T)
+        positions = written = self.lengths[self.index][:, None] + t                         # (B, T)
         self.counts = T
         if lengths is not None:
             self.counts = torch.tensor(self.new, device=device)
             written = positions.where(t < self.counts[:, None], slots - 1)
-        self.write = torch.arange(len(held), device=device)[:, None], written
-        bound = max(held) + T
-        self.read = min(-(-bound // BUCKET) * BUCKET, slots) if max(held) else 0            # 0: nothing but the new tokens
-        if self.read == 0:
-            return bound, positions, None
-        copies = (1, self.data.shape[3], 1) if T == 1 else (1, 1, self.group)               # see Attention
-        rows = (slots - 1 - positions[:, None].repeat(copies)).clamp_(min=0)                # (B, KV, 1) or (B, 1, H / KV * T); padding may lie beyond
-        return bound, positions, self.ramp.unfold(0, self.read, 1)[rows]                    # (.., S): position p has p + 1 zeros, then -inf
+        self.write = self.index[:, None], written
+        self.blocks = []                                                                    # none: nothing but the new tokens
+        if max(held):
+            copies = 1 if T == 1 else self.group                                            # of a mask for every query (see Attention); alike where T is 1
+            ramps = (slots - 1 - positions[:, None].repeat(1, 1, copies)).clamp_(min=0)     # (B, 1, H / KV * T or 1); padding may lie beyond
+            for a, b in self.neighbours(held, T):
+                first, S = self.rows[a], min(-(-(max(held[a:b]) + T) // BUCKET) * BUCKET, slots)
+                read = self.data[:, :, first:first + b - a, :, :S].flatten(0, 1).unbind()   # of every layer, (b - a, KV, S, head_dim): keys, values
+                self.blocks.append((read, self.ramp.unfold(0, S, 1)[ramps[a:b]]))           # mask (.., S): position p has p + 1 zeros, then -inf
+        return max(held) + T, positions
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, KV, T, head_dim); return what attention reads, (B, KV, S, head_dim)."""
-        keys, values = self.data[layer].unbind(0)                                           # (B, KV, slots, head_dim)
+    def neighbours(self, held, T) -> list[tuple[int, int]]:
+        """Cut the rows into blocks that attend in one call, each as far as its longest row reads: rows that lie side by side, and on a CPU,
+        where one more call costs less than much padding, of like length. held: tokens by row. -> (first, last + 1)"""
+        spare = SPLIT // (T * self.data.shape[3] * self.data.shape[5]) if self.data.device.type == "cpu" else math.inf     # slots read in vain
+        blocks, first, longest = [], 0, held[0]
+        for row in range(1, len(held)):
+            padding = (row - first) * (held[row] - longest) if held[row] > longest else longest - held[row]
+            if self.rows[row] != self.rows[row - 1] + 1 or padding > spare:
+                blocks.append((first, row))
+                first, longest = row, held[row]
+            longest = max(longest, held[row])
+        return [*blocks, (first, len(held))]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Write the new keys and values (B, KV, T, head_dim). -> what attention reads, block by block: keys, values and mask; [] if only k and v."""
+        keys, values = self.data[layer].unbind(0)                                           # (rows, KV, slots, head_dim)
         keys.transpose(1, 2)[self.write] = k.transpose(1, 2)
         values.transpose(1, 2)[self.write] = v.transpose(1, 2)
-        return (keys[:, :, :self.read], values[:, :, :self.read]) if self.read else (k, v)
+        return [(read[2 * layer], read[2 * layer + 1], mask) for read, mask in self.blocks]
 
     def advance(self):
-        self.lengths += self.counts
+        self.lengths[self.index] += self.counts
         for row, new in zip(self.rows, self.new):
             self.host_lengths[row] += new
 

@@ -4,15 +4,16 @@ An episode is one growing list of token ids. The model samples until it closes a
 observation and the model goes on (arXiv 2508.13167, eq. 4: one model plays every agent, the environment only writes o_t). Beside each id
 stand who wrote it (`source`: prompt, sampled, environment) and the log-probability it was sampled with: training reads no text again.
 
-The cache has `slots` rows, kept in this order (the heart of the file):
+The cache has `slots` rows. Each is live (decoding), parked (waiting for a tool) or free (the heart of the file):
 
-    [ live: decoding | parked: waiting for a tool | free ]
-
-* Decode: ONE forward over the live rows, a contiguous view, one new token each, and one host sync to see what was sampled.
-* Park: a row that closed a call swaps places with the last live row. Its KV stays; the tool runs while the others decode.
+* Decode: ONE forward over the live rows, one new token each, and one host sync to see what was sampled.
+* Park: a row that closed a call is live no more. Its KV stays where it is; the tool runs while the others decode.
 * Join: rows whose result has come, and new requests, get what the cache lacks by right-padded prefill, several rows at once, and are live.
   A new prompt first copies the longest prefix that any row holds: what a group or all tasks have in common is computed once.
 * Leave: a finished row is given up at once, and the next request takes it.
+
+Rows that lie side by side attend in one call. So at the steps at which rows join, live rows swap to the front of the cache; until then a row
+that parks or leaves is a gap, which costs one call of attention more.
 
 Every row keeps one id that the cache has not seen, its newest; the next decode step feeds it. So prefill never samples, and no token is
 computed twice.
@@ -22,8 +23,8 @@ scheduling too is a function of the seed: a parked row rejoins `delay` decode st
 join, the sampler waiting if the tool is later. Otherwise it rejoins when its tool is done. (Log-probs differ by rounding, about 1e-7,
 between batches of different shape; a run that repeats has the same batches.)
 
-Left out on purpose: CUDA graphs (`decode` is the function to capture; its shapes depend on the number of live rows alone, and running it
-on a few rows more does no harm, since what it writes behind a parked row is overwritten), paged KV (rows of equal size: memory is known
+Left out on purpose: CUDA graphs (`decode` is the function to capture, on the first rows without the gaps: its shapes depend on their number
+alone, and a row more does no harm, since what it writes behind a parked row is overwritten), paged KV (rows of equal size: memory is known
 before the run starts), tensor parallelism, speculative decoding.
 
     sampler = Sampler(model, tokenizer, make_toolbox(args), slots=64)
@@ -254,9 +255,10 @@ class Sampler:
         while self.waiting or self.used:
             for lane in np.flatnonzero(self.deadline < time.monotonic()):
                 self._finish(lane, "deadline")
-            if not self.live or self.step % JOIN_EVERY == 0:
+            if self.step % JOIN_EVERY == 0 or not self.live or not (self.parked or self.waiting):
                 self._prefill([lane for lane in self._due() if self._observe(lane)])
                 self._prefill_new(self._admit())
+                self._close_gaps()
             if self.live:
                 self._decode_live()
             if progress:
@@ -287,11 +289,11 @@ class Sampler:
         self.held = np.zeros(self.rows, np.int64)    # ids whose keys and values the row holds: pos - 1 where live
         self.stop_at = np.zeros(self.rows, np.int64)  # position at which a turn or the episode runs out
         self.deadline = np.full(self.rows, np.inf)
-        self.lane_of = np.arange(self.rows)  # row -> lane
-        self.row_of = np.arange(self.rows)   # lane -> row
-        self.running = [None] * self.rows    # by lane
-        self.live, self.used, self.step = 0, 0, 0
+        self.row_of = list(range(self.rows))  # lane -> row
+        self.running = [None] * self.rows    # by lane; None: free
+        self.live = []  # lanes, when decoding in the order of their rows
         self.parked = deque()  # lanes in the order of their calls
+        self.used, self.step = 0, 0  # lanes that are not free; decode steps
         self.waiting = deque(enumerate(requests))
         self.episodes = [None] * len(requests)
         self.decoders = {}
@@ -303,18 +305,18 @@ class Sampler:
     # -----------------------------------------------------------------------------
     # one decode step
 
-    def decode(self, last, uniforms, live):
-        """One new token for each of the rows 0..live-1. last (live, 1) int64, uniforms (live,) fp64, both on the device
-        -> (2, live) fp64: tokens and logprobs. The function to capture: nothing in it depends on the host but `live`."""
-        hidden = self.model(last, cache=self.cache.view(0, live))  # (live, 1, D)
+    def decode(self, last, uniforms, rows):
+        """One new token for each of these rows of the cache. last (live, 1) int64, uniforms (live,) fp64, both on the device
+        -> (2, live) fp64: tokens and logprobs. The function to capture: nothing in it depends on the host but `rows`."""
+        hidden = self.model(last, cache=self.cache.select(rows))  # (live, 1, D)
         tokens, logprobs = sample(self.model.logits(hidden[:, -1]), uniforms, *self.sampling)
         return torch.stack((tokens.double(), logprobs.double()))
 
     def _decode_live(self):
-        lanes = self.lane_of[:self.live].copy()
+        lanes = np.array(self.live)
         pos = self.pos[lanes]
         last = torch.from_numpy(self.ids[lanes, pos - 1])[:, None].to(self.device)
-        out = self.decode(last, torch.from_numpy(self.uniforms[lanes, pos]).to(self.device), self.live)
+        out = self.decode(last, torch.from_numpy(self.uniforms[lanes, pos]).to(self.device), [self.row_of[lane] for lane in lanes])
         tokens, logprobs = out.cpu().numpy()  # the one host sync of the step
         tokens = tokens.astype(np.int64)
         self.ids[lanes, pos], self.source[lanes, pos], self.logprobs[lanes, pos] = tokens, SAMPLED, logprobs
@@ -325,7 +327,7 @@ class Sampler:
         if self.on_text:
             for lane, token in zip(lanes, tokens):
                 self._stream(lane, self.table[token], SAMPLED)
-        for lane in lanes[self.ending[tokens] | (pos + 1 >= self.stop_at[lanes])]:
+        for lane in lanes[self.ending[tokens] | (pos + 1 >= self.stop_at[lanes])].tolist():
             self._react(lane)
 
     def _react(self, lane):
@@ -383,8 +385,7 @@ class Sampler:
             run.future = run.session.submit(tag, call.argument, thoughts[-1] if thoughts else "")
             run.tool_calls += 1
             self.stats["tool_calls"] += 1
-        self._swap(self.row_of[lane], self.live - 1)
-        self.live -= 1
+        self.live.remove(lane)
         self.parked.append(lane)
 
     def _observe(self, lane):
@@ -452,9 +453,9 @@ class Sampler:
         new = []
         while self.waiting and self.used < self.rows:
             index, request = self.waiting.popleft()
-            lane, prompt, limits = self.lane_of[self.used], np.asarray(request.prompt_ids, np.int64), request.limits
+            lane, prompt, limits = self.running.index(None), np.asarray(request.prompt_ids, np.int64), request.limits
             self.held[lane] = common_prefix(self.ids[[lane], :min(self.held[lane], len(prompt) - 1)], prompt)[0]
-            self.cache.set_length(self.used, int(self.held[lane]))
+            self.cache.set_length(self.row_of[lane], int(self.held[lane]))
             session, now = self.toolbox.session(request.question) if request.profile else None, time.monotonic()
             self.running[lane] = Running(index, request, session, now, min(limits.total_tokens or self.max_len, self.max_len))
             self.pos[lane], self.deadline[lane] = 0, now + limits.seconds
@@ -478,7 +479,7 @@ class Sampler:
                     later.append(lane)
                     continue
                 if have[donor] > self.held[lane]:
-                    self.cache.copy_row(int(self.row_of[donor]), int(self.row_of[lane]), int(have[donor]))
+                    self.cache.copy_row(self.row_of[donor], self.row_of[lane], int(have[donor]))
                     self.held[lane] = have[donor]
                 self.stats["shared_tokens"] += int(self.held[lane])
                 wave.append(lane)
@@ -487,39 +488,42 @@ class Sampler:
 
     def _prefill(self, lanes):
         """Bring what these rows hold up to all but their newest id, in right-padded batches of like length, and make them live."""
-        need = (self.pos - 1 - self.held)[lanes]
-        lanes, need = [lanes[i] for i in need.argsort(kind="stable")], np.sort(need)
-        for i, lane in enumerate(lanes):
-            self._swap(self.row_of[lane], self.live + i)
+        need = self.pos - 1 - self.held
+        ordered = sorted(lanes, key=lambda lane: (need[lane], self.row_of[lane]))
+        need = need[ordered]
         i = int((need == 0).sum())
-        while i < len(lanes):
+        while i < len(ordered):
             j = i + 1
-            while j < len(lanes) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.1 * need[i:j + 1].sum() + 64):
+            while j < len(ordered) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.1 * need[i:j + 1].sum() + 64):
                 j += 1
             for at in range(0, need[j - 1], self.prefill_tokens):  # more than one piece only where one row alone is longer than that
-                self._forward(lanes[i:j], np.minimum(need[i:j] - at, self.prefill_tokens))
+                self._forward(ordered[i:j], np.minimum(need[i:j] - at, self.prefill_tokens))
             i = j
-        self.live += len(lanes)
+        self.live += lanes
+
+    def _close_gaps(self):
+        """Move the live rows to the front of the cache: those beyond swap places with the parked and free ones there."""
+        n, live = len(self.live), set(self.live)
+        beyond = [lane for lane in self.live if self.row_of[lane] >= n]
+        within = [lane for lane, row in enumerate(self.row_of) if row < n and lane not in live]
+        for lane, other in zip(beyond, within):
+            self.cache.swap_rows(self.row_of[lane], self.row_of[other])
+            self.row_of[lane], self.row_of[other] = self.row_of[other], self.row_of[lane]
+        self.live.sort(key=self.row_of.__getitem__)
 
     def _forward(self, lanes, lengths):
-        """Append the next lengths[i] ids of each lane to the cache; the lanes' rows are neighbours."""
+        """Append the next lengths[i] ids of each lane to the cache."""
         batch = np.zeros((len(lanes), lengths.max()), np.int64)  # (rows, T)
         for i, (lane, n) in enumerate(zip(lanes, lengths)):
             batch[i, :n] = self.ids[lane, self.held[lane]:self.held[lane] + n]
-        first = int(self.row_of[lanes[0]])
-        self.model(torch.from_numpy(batch).to(self.device), cache=self.cache.view(first, first + len(lanes)), lengths=lengths.tolist())
+        cache = self.cache.select([self.row_of[lane] for lane in lanes])
+        self.model(torch.from_numpy(batch).to(self.device), cache=cache, lengths=lengths.tolist())
         self._count(lanes, lengths, sampled=False)
         self.held[lanes] += lengths
         self.stats["padded_tokens"] += batch.size - int(lengths.sum())
 
-    def _swap(self, i, j):
-        if i != j:  # once a call, not once a token: rows of the cache change places, lanes follow
-            self.cache.swap_rows(int(i), int(j))
-            self.lane_of[[i, j]] = self.lane_of[[j, i]]
-            self.row_of[self.lane_of[[i, j]]] = i, j
-
     def _finish(self, lane, reason):
-        """Record the episode and close the gap that it leaves."""
+        """Record the episode and free its lane."""
         run, n = self.running[lane], int(self.pos[lane])
         request, start = run.request, len(run.request.prompt_ids)
         ids, source, logprobs = (array[lane, :n].tolist() for array in (self.ids, self.source, self.logprobs))
@@ -528,16 +532,11 @@ class Sampler:
         text = self._bytes(ids[start:n - (reason == "eos")]).decode("utf-8", errors="replace")
         self.episodes[run.index] = Episode(ids, source, logprobs, reason, text, start, request.task_id, request.sample, run.turn,
                                            run.tool_calls, run.violations, run.overshoots, time.monotonic() - run.started, run.pending)
-        if lane in self.parked:
-            self.parked.remove(lane)
+        for lanes in (self.live, self.parked):
+            if lane in lanes:
+                lanes.remove(lane)
         self.stats["ends"][reason] += 1
-        row = int(self.row_of[lane])
-        if row < self.live:
-            self.live -= 1
-            self._swap(row, self.live)
-            row = self.live
         self.used -= 1
-        self._swap(row, self.used)
         self.running[lane], self.deadline[lane] = None, np.inf
 
     # -----------------------------------------------------------------------------
@@ -567,6 +566,6 @@ class Sampler:
             self.reported = now
             tools = sum(tool["seconds"] for tool in self.toolbox.counters().values()) if self.toolbox else 0
             print(f"\r{stats['ends'].total()}/{len(self.episodes)} episodes | {stats['tokens_per_second']:,.0f} tokens/s | "
-                  f"live {self.live} parked {len(self.parked)} | tools {tools:.1f} s, waited {stats['tool_wait_seconds']:.1f} s | "
+                  f"live {len(self.live)} parked {len(self.parked)} | tools {tools:.1f} s, waited {stats['tool_wait_seconds']:.1f} s | "
                   f"{self.limit_share():.0%} of the hardware's limit | cache {stats['cache_bytes'] / 1e6:,.0f} MB",
                   end="\n" if last else "", file=sys.stderr, flush=True)

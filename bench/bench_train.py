@@ -208,9 +208,9 @@ def bench_sft(shape, ranks, folder, args):
 class UnequalSampler(ScriptedSampler):
     """Dictates a call in every turn but the episode's last, and there an answer."""
 
-    def decode(self, last, uniforms, live):
-        out = Sampler.decode(self, last, uniforms, live)
-        for i, lane in enumerate(self.lane_of[:live]):
+    def decode(self, last, uniforms, rows):
+        out = Sampler.decode(self, last, uniforms, rows)
+        for i, lane in enumerate(self.live):
             run = self.running[lane]
             out[0][i] = int(self.turns[-1 if run.turn == self.turns_of[run.index] else 0][self.pos[lane] - run.turn_start])
         return out

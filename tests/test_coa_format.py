@@ -408,7 +408,7 @@ def test_truncation_leaves_no_observation_at_the_end_and_reports_what_it_cut(tok
 class Scripted(Transformer):
     """Plays given ids: the hidden state says where a position stands, the logits name the id that comes next."""
     def forward(self, ids, cache=None, lengths=None, segments=None):
-        held = torch.as_tensor([cache.lengths[row] for row in range(ids.shape[0])])[:, None]       # (B, 1) before the new ids
+        held = torch.as_tensor([cache.host_lengths[row] for row in cache.rows])[:, None]       # (B, 1) before the new ids
         hidden = super().forward(ids, cache=cache, lengths=lengths, segments=segments)
         hidden = torch.zeros_like(hidden)
         hidden[:, :, 0] = held + torch.arange(ids.shape[1])

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -268,11 +269,12 @@ def test_tokenizer_larger_than_the_embedding_is_refused_and_padded_vocabularies_
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_cached_equals_uncached_for_any_split_in_ragged_batches(tiny, data):
-    """Rows join, take ragged chunks or single tokens, are swapped, leave and are used again: always the logits of one full forward."""
+    """Rows join, take ragged chunks or single tokens in any order, are swapped, leave and are used again: always the logits of one full forward."""
     rows, texts = 4, random_ids(12, 90, seed=data.draw(st.integers(0, 99)))
     cache, owner, done = KVCache(tiny.config, rows, 80), [], {}                    # owner[row] = text; live rows at the front
+    split = data.draw(st.sampled_from([0, 2 ** 9, 2 ** 16]))                       # every row attends alone, now and then several, all together
     fresh = iter(range(12))
-    with torch.inference_mode():
+    with torch.inference_mode(), mock.patch.object(model_file, "SPLIT", split):
         full = tiny.logits(tiny(texts))
         for _ in range(data.draw(st.integers(2, 9))):
             while len(owner) < rows and data.draw(st.booleans(), "join"):
@@ -284,7 +286,9 @@ def test_cached_equals_uncached_for_any_split_in_ragged_batches(tiny, data):
             n = [min(count, 80 - done[row]) for row, count in enumerate(n)]
             T = max(max(n), 1)
             ids = torch.stack([F.pad(texts[text, done[row]:done[row] + T], (0, max(0, done[row] + T - 90))) for row, text in enumerate(owner)])
-            logits = tiny.logits(tiny(ids, cache=cache.view(0, len(owner)), lengths=None if n == [T] * len(owner) else n))
+            order = data.draw(st.permutations(range(len(owner))))
+            out = tiny.logits(tiny(ids[order], cache=cache.select(order), lengths=None if n == [T] * len(owner) else [n[row] for row in order]))
+            logits = torch.empty_like(out).index_copy_(0, torch.tensor(order), out)
             for row, text in enumerate(owner):
                 if n[row]:
                     assert (logits[row, :n[row]] - full[text, done[row]:done[row] + n[row]]).abs().max() <= 1e-4
@@ -304,7 +308,7 @@ def test_prompt_prefilled_once_serves_several_rows(tiny):
     ids[:, :12] = ids[0, :12]
     cache = KVCache(tiny.config, 3, 40)
     with torch.inference_mode():
-        tiny(ids[:1, :12], cache=cache.view(0, 1))
+        tiny(ids[:1, :12], cache=cache.select([0]))
         for row in (1, 2):
             cache.copy_row(0, row, 12)
         logits = tiny.logits(tiny(ids[:, 12:], cache=cache))
@@ -327,18 +331,19 @@ def test_padding_never_overwrites_a_full_row(tiny):
         assert (last[1, 0] - full[1, 30]).abs().max() <= 1e-4
         cache.set_length(1, 0)
         keys = cache.data[:, :, 0, :, :127].clone()
-        tiny(ids[:1, :1], cache=cache.view(1, 2))
-        assert torch.equal(keys, cache.data[:, :, 0, :, :127])                     # a view touches its own rows only
+        tiny(ids[:1, :1], cache=cache.select([1]))
+        assert torch.equal(keys, cache.data[:, :, 0, :, :127])                     # the other rows are not touched
 
 
 def test_padding_beyond_the_cache_is_masked_as_a_late_position_and_spoils_nothing(tiny):
     """Row 0 is full: its padding has positions up to twice the cache's. A row of -inf there could become NaN, which the slot for padding would keep."""
     cache, ids = KVCache(tiny.config, 2, 31), random_ids(2, 31)
     with torch.inference_mode():
-        tiny(ids[:1, :30], cache=cache.view(0, 1))
-        _, positions, mask = cache.begin(31, [1, 31])                           # (2, 31), (2, 1, group * 31, 32)
+        tiny(ids[:1, :30], cache=cache.select([0]))
+        _, positions = cache.begin(31, [1, 31])                                 # (2, 31)
         unseen = torch.arange(32) > positions[:, None, :, None]
-        assert torch.equal(mask, torch.where(unseen, -torch.inf, 0.0).repeat(1, 1, cache.group, 1))
+        masks = torch.cat([mask for _, mask in cache.blocks])                   # (2, 1, group * 31, 32)
+        assert torch.equal(masks, torch.where(unseen, -torch.inf, 0.0).repeat(1, 1, cache.group, 1))
         hidden = tiny(torch.stack((F.pad(ids[0, 30:], (0, 30)), ids[1])), cache=cache, lengths=[1, 31])
         assert (tiny.logits(hidden[0, :1]) - tiny.logits(tiny(ids[:1]))[0, 30:]).abs().max() <= 1e-4
         assert (tiny.logits(hidden[1]) - tiny.logits(tiny(ids[1:]))[0]).abs().max() <= 1e-4
@@ -353,19 +358,40 @@ def test_cache_refuses_more_than_it_holds(tiny):
     assert cache.host_lengths == [8, 8]
 
 
-def test_view_shares_memory_and_attention_reads_a_bucket_only(tiny, monkeypatch):
-    cache = KVCache(tiny.config, 6, 1000)
-    view = cache.view(2, 4)
-    assert view.data.data_ptr() == cache.data[:, :, 2:].data_ptr() and view.bytes * 3 == cache.bytes
-    seen = []
+def test_a_selection_shares_memory_and_attention_reads_a_bucket_only(tiny, monkeypatch):
+    cache, seen = KVCache(tiny.config, 6, 1000), []
+    two = cache.select([2, 3])
     attend = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **o: seen.append((k.shape[2], k.data_ptr())) or attend(q, k, v, **o))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, *o, **m: seen.append((k.shape[2], k.data_ptr())) or attend(q, k, v, *o, **m))
     with torch.inference_mode():
-        tiny(random_ids(2, 70), cache=view)
-        tiny(random_ids(2, 2), cache=view)
+        tiny(random_ids(2, 70), cache=two)
+        tiny(random_ids(2, 2), cache=two)
     assert [length for length, _ in seen] == [70, 70, 80, 80]
     assert seen[2][1] == cache.data[0, 0, 2:].data_ptr()                           # no copy of the cache
-    assert cache.host_lengths == [0, 0, 72, 72, 0, 0] and cache.view(1, 4).view(1, 3).rows == range(2, 4)
+    assert cache.host_lengths == cache.lengths.tolist() == [0, 0, 72, 72, 0, 0]
+
+
+def test_rows_attend_in_blocks_of_neighbours_of_like_length(tiny, monkeypatch):
+    """As far as the longest row of each block, not of all; and what the blocks are changes nothing."""
+    held, ids = [100, 99, 20, 40, 90], random_ids(6, 101)
+    reads, logits = {}, {}
+    attend = F.scaled_dot_product_attention
+    for split in (0, 2 ** 10, 2 ** 30):
+        monkeypatch.setattr(model_file, "SPLIT", split)
+        cache = KVCache(tiny.config, 6, 120)
+        with torch.inference_mode():
+            tiny(ids, cache=cache, lengths=[100, 99, 20, 40, 90, 90])
+            seen = reads[split] = []
+            monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, *o, **m: seen.append((len(k), k.shape[2])) or attend(q, k, v, *o, **m))
+            rows = [0, 1, 2, 3, 5]                                                  # row 4 is a gap
+            logits[split] = tiny.logits(tiny(torch.stack([ids[row, n:n + 1] for row, n in zip(rows, held)]), cache=cache.select(rows)))
+            monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    layers = tiny.config.num_hidden_layers
+    assert reads[0] == [(1, 112), (1, 112), (1, 32), (1, 48), (1, 96)] * layers
+    assert reads[2 ** 10] == [(2, 112), (2, 48), (1, 96)] * layers and reads[2 ** 30] == [(4, 112), (1, 96)] * layers
+    with torch.inference_mode():
+        alone = torch.cat([tiny.logits(tiny(ids[row:row + 1, :n + 1]))[:, -1:] for row, n in zip(rows, held)])
+    assert all((found - alone).abs().max() <= 1e-4 for found in logits.values())
 
 
 def test_sampling_first_does_not_spoil_training(tiny):

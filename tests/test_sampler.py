@@ -11,7 +11,7 @@ import torch
 from coa_format import ENVIRONMENT, PROMPT, ROLES, SAMPLED, TOOLS, encode_text
 from hf import InputError, train_tokenizer
 from model import ModelConfig, PRESETS, Transformer, save_model
-from sampler import END_REASONS, Limits, Request, Sampler, sample, token_bytes
+from sampler import END_REASONS, JOIN_EVERY, Limits, Request, Sampler, sample, token_bytes
 
 TEXT = ["Kathmandu is the capital of Nepal. The currency of Nepal is the rupee. 12 345 print(a*b) été 日本\n"] * 20
 
@@ -176,12 +176,12 @@ class Puppet(torch.nn.Module):
     def forward(self, ids, cache, lengths=None):
         lengths = lengths or [ids.shape[1]] * len(ids)
         hidden = torch.zeros(*ids.shape, self.config.vocab_size)
-        for row, n in enumerate(lengths):
-            held = cache.host_lengths[cache.rows[row]]
-            cache.data[0, 0, row, 0, held:held + n, 0] = ids[row, :n].float()
+        for i, (row, n) in enumerate(zip(cache.rows, lengths)):
+            held = cache.host_lengths[row]
+            cache.data[0, 0, row, 0, held:held + n, 0] = ids[i, :n].float()
             cache.set_length(row, held + n)
             if ids.shape[1] == 1:
-                hidden[row, 0, self.next(cache.data[0, 0, row, 0, :held + n, 0].long().tolist())] = 100
+                hidden[i, 0, self.next(cache.data[0, 0, row, 0, :held + n, 0].long().tolist())] = 100
         return hidden
 
     def next(self, ids):
@@ -215,14 +215,19 @@ def test_a_chain_of_calls_becomes_text_ids_and_sources(tokenizer):
         assert tokenizer.decode([i for i, s in zip(episode.ids, episode.source) if s == source]) == text
 
 
-def test_rows_that_park_join_and_leave_keep_their_own_memory(tokenizer):
+def test_rows_that_park_join_and_leave_keep_their_own_memory(tokenizer, monkeypatch):
     """Forty scripts of different lengths over five rows: a cache row that was moved wrongly would say another script's words."""
     rng = random.Random(0)
     scripts = {f"Q{i}: ": [f"<think>{'a' * rng.randrange(20)}{i}</think><wiki_search>{i} {turn}</wiki_search>" for turn in range(rng.randrange(5))]
                + [f"<answer>{i}</answer>"] for i in range(40)}
+    decoded, decode = [], Sampler.decode
+    monkeypatch.setattr(Sampler, "decode", lambda self, last, uniforms, rows: decoded.append((self.step, rows)) or decode(self, last, uniforms, rows))
     episodes, _ = act(tokenizer, scripts, slots=5)
     assert [e.text[e.text.rindex("<answer>"):] for e in episodes] == [f"<answer>{i}</answer>" for i in range(40)]
     assert [e.tool_calls for e in episodes] == [len(turns) - 1 for turns in scripts.values()]
+    at_front = [rows == list(range(len(rows))) for _, rows in decoded]              # live rows close up where rows may join; gaps in between
+    assert all(front for (step, _), front in zip(decoded, at_front) if step % JOIN_EVERY == 0) and not all(at_front)
+    assert all(rows == sorted(set(rows)) for _, rows in decoded)
 
 
 def test_every_end_has_its_name(tokenizer):
