@@ -583,8 +583,10 @@ if __name__ == "__main__":
     if start_run(out, config, args.fresh, result, owns=("traces.jsonl", "sft.jsonl", "funnel.json", "progress")) == "done":
         shutil.rmtree(out / "progress", ignore_errors=True)
         print(f"{out / result} is there: done, --fresh to redo")
+        toolbox.close()
         teardown()
         raise SystemExit(0)
+    llm = None
     if local:
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         sampler = Sampler(load_model(args.teacher, dtype=dtype, device=ranks.device), load_tokenizer(args.teacher), toolbox, slots=args.slots,
@@ -603,6 +605,9 @@ if __name__ == "__main__":
         traces = record(jobs, produce, out / "progress", ranks, workers, batch)
     except LLMError as error:
         raise SystemExit(f"error: {error}. What was done is kept: give the same command again to go on") from None
+    for used in (toolbox, llm):
+        if used:
+            used.close()
     if not ranks.is_main:
         teardown()
         raise SystemExit(0)
@@ -630,6 +635,5 @@ if __name__ == "__main__":
         print(report.split("## Chains")[0])
         print(f"{len(kept)} chains in {out / 'sft.jsonl'}")
         write_atomic(out / "report.md", report)
-    toolbox.close()
     shutil.rmtree(out / "progress")
     teardown()

@@ -514,4 +514,6 @@ if __name__ == "__main__":
         print(f"\n{table}\n\nreport: {folder / 'report.md'}   every chain: {folder / 'traces.html'}")
         if judge:
             print(f"judge: {json.dumps(judge.usage)}")
+    if judge:
+        judge.close()
     teardown()

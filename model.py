@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf import ModelConfig, load_tokenizer, local_directory, read_json, read_tensors, write_directory  # noqa: F401 (load_tokenizer: its place is beside load_model)
 
-BUCKET = 16     # a decode step attends to the longest row's length rounded up to this
-SPLIT = 2 ** 16 # on a CPU: what one more call of attention costs, in numbers of keys that it could multiply meanwhile
+BUCKET = 16     # attention reads the cache to a multiple of this
+SPLIT = 2 ** 16 # on a CPU: what one more call of attention costs, in products of a query with a key, times head_dim, done meanwhile
 CHUNK = 512     # positions whose logits exist at one time in token_logprobs
 
 PRESETS = {   # for training from scratch: dataclasses.replace(PRESETS[name], vocab_size=len(tokenizer))
@@ -63,7 +63,7 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor, cache: "KVCache | None" = None, lengths=None, segments=None) -> Tensor:
         """ids (B, T) -> hidden (B, T, D) after the final norm. Rows are right-padded; what stands at padded positions means nothing.
 
-        cache: B rows (see `KVCache.view`); row b's new tokens are written and positioned after what it holds. No gradient then.
+        cache: B rows (see `KVCache.select`); row b's new tokens are written and positioned after what it holds. No gradient then.
         lengths: how many of the T tokens of each row are real, as a list or a CPU tensor (B,); None = all. Only a cache needs it:
             without one, causal attention already keeps real tokens from seeing the padding on their right.
         segments (B, T): several texts in a row; attention stays within equal ids, positions restart at each. Not with a cache.
@@ -296,12 +296,10 @@ class KVCache:
         return self.data.nbytes
 
     def select(self, rows) -> "KVCache":
-        """rows: their numbers in the whole cache, as ints; row i of a forward pass is rows[i]."""
-        part = copy.copy(self)
-        part.rows, part.index = rows, torch.tensor(rows, device=self.data.device)
+        """rows: their numbers in this, the whole cache; row i of a forward pass is rows[i]."""
+        part, together = copy.copy(self), list(rows) == list(range(rows[0], rows[-1] + 1))
+        part.rows, part.index = rows, self.index[rows[0]:rows[-1] + 1] if together else torch.tensor(rows, device=self.data.device)
         return part
-
-    # Rows are numbered as in the whole cache here.
 
     def copy_row(self, src: int, dst: int, length: int):
         """Let row dst hold the first `length` tokens of row src (a prompt that several samples share)."""
@@ -347,7 +345,7 @@ class KVCache:
 
     def neighbours(self, held, T) -> list[tuple[int, int]]:
         """Cut the rows into blocks that attend in one call, each as far as its longest row reads: rows that lie side by side, and on a CPU,
-        where one more call costs less than much padding, of like length. held: tokens by row. -> (first, last + 1)"""
+        where one more call costs less than much padding, a new block where a row would be, or make, too much of it. -> (first, last + 1)"""
         spare = SPLIT // (T * self.data.shape[3] * self.data.shape[5]) if self.data.device.type == "cpu" else math.inf     # slots read in vain
         blocks, first, longest = [], 0, held[0]
         for row in range(1, len(held)):

@@ -223,7 +223,7 @@ def setup():
 
 
 def teardown():
-    """The last line of a script. Where there is a process group: leave it and end the process, with exit code 0 (see end_process)."""
+    """What a script does last. Where there is a process group: leave it and end the process, with exit code 0 (see end_process)."""
     if dist.is_initialized():
         dist.destroy_process_group()
         end_process(0)

@@ -484,6 +484,7 @@ if __name__ == "__main__":
     owns = ("checkpoint", "best", "last", "metrics.jsonl", "traces.jsonl")
     if start_run(out, config, args.fresh, result="model", owns=owns) == "done":
         print(f"{out}/model is there: done, --fresh to redo") if ranks.is_main else None
+        toolbox.close()
         teardown()
         raise SystemExit(0)
 

@@ -12,8 +12,8 @@ The cache has `slots` rows. Each is live (decoding), parked (waiting for a tool)
   A new prompt first copies the longest prefix that any row holds: what a group or all tasks have in common is computed once.
 * Leave: a finished row is given up at once, and the next request takes it.
 
-Rows that lie side by side attend in one call. So at the steps at which rows join, live rows swap to the front of the cache; until then a row
-that parks or leaves is a gap, which costs one call of attention more.
+Rows that lie side by side attend in one call. So live rows swap to the front of the cache: on a GPU at once, elsewhere when others join and
+may take the place of those that parked or left. Until then a gap costs one call more in every layer.
 
 Every row keeps one id that the cache has not seen, its newest; the next decode step feeds it. So prefill never samples, and no token is
 computed twice.
@@ -23,9 +23,8 @@ scheduling too is a function of the seed: a parked row rejoins `delay` decode st
 join, the sampler waiting if the tool is later. Otherwise it rejoins when its tool is done. (Log-probs differ by rounding, about 1e-7,
 between batches of different shape; a run that repeats has the same batches.)
 
-Left out on purpose: CUDA graphs (`decode` is the function to capture, on the first rows without the gaps: its shapes depend on their number
-alone, and a row more does no harm, since what it writes behind a parked row is overwritten), paged KV (rows of equal size: memory is known
-before the run starts), tensor parallelism, speculative decoding.
+Left out on purpose: CUDA graphs (`decode` is the place to capture: on a GPU its shapes are the number of live rows and the longest row's bucket),
+paged KV (rows of equal size: memory is known before the run starts), tensor parallelism, speculative decoding.
 
     sampler = Sampler(model, tokenizer, make_toolbox(args), slots=64)
     episodes = sampler.rollout([Request(ids, "mhqa", task_id, sample) for sample in range(8)])
@@ -255,9 +254,11 @@ class Sampler:
         while self.waiting or self.used:
             for lane in np.flatnonzero(self.deadline < time.monotonic()):
                 self._finish(lane, "deadline")
-            if self.step % JOIN_EVERY == 0 or not self.live or not (self.parked or self.waiting):
+            join = not self.live or self.step % JOIN_EVERY == 0
+            if join:
                 self._prefill([lane for lane in self._due() if self._observe(lane)])
                 self._prefill_new(self._admit())
+            if join or self.device.type != "cpu" or not (self.parked or self.waiting):  # the last: nobody comes who could fill a gap
                 self._close_gaps()
             if self.live:
                 self._decode_live()
@@ -307,7 +308,7 @@ class Sampler:
 
     def decode(self, last, uniforms, rows):
         """One new token for each of these rows of the cache. last (live, 1) int64, uniforms (live,) fp64, both on the device
-        -> (2, live) fp64: tokens and logprobs. The function to capture: nothing in it depends on the host but `rows`."""
+        -> (2, live) fp64: tokens and logprobs. Nothing in it waits for the device, as long as the rows are neighbours."""
         hidden = self.model(last, cache=self.cache.select(rows))  # (live, 1, D)
         tokens, logprobs = sample(self.model.logits(hidden[:, -1]), uniforms, *self.sampling)
         return torch.stack((tokens.double(), logprobs.double()))
@@ -488,16 +489,16 @@ class Sampler:
 
     def _prefill(self, lanes):
         """Bring what these rows hold up to all but their newest id, in right-padded batches of like length, and make them live."""
-        need = self.pos - 1 - self.held
-        ordered = sorted(lanes, key=lambda lane: (need[lane], self.row_of[lane]))
-        need = need[ordered]
-        i = int((need == 0).sum())
-        while i < len(ordered):
+        need = self.pos - 1 - self.held  # by lane
+        order = sorted((lane for lane in lanes if need[lane]), key=need.__getitem__)
+        i = 0
+        while i < len(order):
             j = i + 1
-            while j < len(ordered) and (j + 1 - i) * need[j] <= min(self.prefill_tokens, 1.1 * need[i:j + 1].sum() + 64):
+            while j < len(order) and (j + 1 - i) * need[order[j]] <= min(self.prefill_tokens, 1.1 * need[order[i:j + 1]].sum() + 64):
                 j += 1
-            for at in range(0, need[j - 1], self.prefill_tokens):  # more than one piece only where one row alone is longer than that
-                self._forward(ordered[i:j], np.minimum(need[i:j] - at, self.prefill_tokens))
+            batch = sorted(order[i:j], key=self.row_of.__getitem__)
+            for at in range(0, need[batch].max(), self.prefill_tokens):  # more than one piece only where one row alone is longer than that
+                self._forward(batch, np.minimum(need[batch] - at, self.prefill_tokens))
             i = j
         self.live += lanes
 

@@ -333,6 +333,7 @@ model = load_trainable({path!r}, ranks, checkpointing={checkpointing})
 train(model, {seq})
 peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - mark
 print("PEAK", peak)
+teardown()
 """
 
 
