@@ -207,15 +207,15 @@ def bench_ten_turns(name, model, theirs, tokenizer, args):
     requests = [Request(prompts[i // group], "mhqa", str(i // group), i % group, limits) for i in range(n)]
     sampler = ScriptedSampler(model, tokenizer, Tools(tokenizer, observed), slots=n, max_len=prompt_len + turns * (sampled + observed) + 8)
     sampler.script(sampled, turns)
+    alone = [turn_by_turn(theirs, [prompts[0]], turns, sampled, observed)]  # one before ours, one after: a machine's speed drifts
     episodes = sampler.rollout(requests)
     assert all(e.turns == turns and e.end_reason == "answered" for e in episodes)
+    alone.append(turn_by_turn(theirs, [prompts[1]], turns, sampled, observed))
     seconds, share, useful = sampler.stats["rollout_seconds"], sampler.limit_share(), n * turns * sampled
     setting = f"{name}, {n} episodes in groups of {group}, prompt {prompt_len}, {turns} turns of {sampled} + {observed} ids"
     everyone = [prompts[i // group] for i in range(n)]
     line("sampler_ten_turns", useful / seconds, useful / turn_by_turn(theirs, everyone, turns, sampled, observed), f"{setting}; batched loop", share=round(share, 3))
-    few = 1 if args.quick else 2
-    alone = sum(turn_by_turn(theirs, [prompt], turns, sampled, observed) for prompt in everyone[:few]) / few
-    line("sampler_ten_turns", useful / seconds, turns * sampled / alone, f"{setting}; loop by episode (mean of {few})")
+    line("sampler_ten_turns", useful / seconds, 2 * turns * sampled / sum(alone), f"{setting}; loop by episode (mean of 2)")
     trainer = trl_rollout(theirs, tokenizer, everyone, turns, sampled, observed)
     if trainer is None:
         print("TRL's GRPOTrainer: skipped, not installed (pip install -r bench/requirements.txt)", flush=True)
