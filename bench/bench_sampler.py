@@ -207,6 +207,7 @@ def bench_ten_turns(name, model, theirs, tokenizer, args):
     requests = [Request(prompts[i // group], "mhqa", str(i // group), i % group, limits) for i in range(n)]
     sampler = ScriptedSampler(model, tokenizer, Tools(tokenizer, observed), slots=n, max_len=prompt_len + turns * (sampled + observed) + 8)
     sampler.script(sampled, turns)
+    generate(theirs, prompts[:1], [4])
     alone = [turn_by_turn(theirs, [prompts[0]], turns, sampled, observed)]  # one before ours, one after: a machine's speed drifts
     episodes = sampler.rollout(requests)
     assert all(e.turns == turns and e.end_reason == "answered" for e in episodes)
