@@ -38,9 +38,10 @@ def exit_on_input_error():
     """Make the script end with one line and exit code 2 on InputError, with 130 on Ctrl-C; other errors keep their traceback."""
     def hook(kind, error, trace):
         if issubclass(kind, InputError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.__stderr__, flush=True)       # sys.stderr: torch.distributed holds it back until a hook returns
             end_process(2)
-        if issubclass(kind, KeyboardInterrupt):
+        wrapped = [inner for inner, _ in getattr(error, "failures", {}).values()]      # torch's CheckpointException: by rank
+        if any(isinstance(inner, KeyboardInterrupt) for inner in [error, *wrapped]):
             end_process(130)
         sys.__excepthook__(kind, error, trace)
     sys.excepthook = hook

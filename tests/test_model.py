@@ -604,6 +604,9 @@ def test_any_text_survives_encoding(tokenizer, text):
 
 @pytest.mark.parametrize("statement, code, line", [
     ("raise InputError('tasks.jsonl:3: field answer: expected a string')", 2, "error: tasks.jsonl:3: field answer: expected a string"),
+    ("import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\nraise InputError('with ranks')", 2, "error: with ranks"),
+    ("from torch.distributed.checkpoint.api import CheckpointException\nraise CheckpointException('saving', {0: (KeyboardInterrupt(), None)})", 130, ""),
+    ("from torch.distributed.checkpoint.api import CheckpointException\nraise CheckpointException('saving', {0: (OSError('full'), None)})", 1, None),
     ("raise KeyboardInterrupt", 130, ""), ("raise RuntimeError('bug')", 1, None), ("print('fine')", 0, "")])
 def test_exit_on_input_error(statement, code, line):
     program = (f"import sys; sys.path.insert(0, {ROOT!r}); from hf import exit_on_input_error, InputError\n"
