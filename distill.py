@@ -46,7 +46,7 @@ from data.scripted import Scripted
 from llm import LLM, LLMError
 from hf import InputError, exit_on_input_error
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, from_rank_0, gather_lists, natural, positive, run_config, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, amount, from_rank_0, gather_lists, natural, positive, run_config, setup, start_run, teardown, write_atomic, write_jsonl
 from sampler import Limits, Request, Sampler
 from tasks import grade, load_tasks
 from tools import add_tool_arguments, make_toolbox
@@ -541,23 +541,23 @@ def parse_arguments(argv=None):
     group.add_argument("--max-acts", type=positive, default=24, help="acts of agents in an episode, or turns of a checkpoint (default %(default)s)")
     group.add_argument("--slots", type=positive, default=64, help="episodes of a checkpoint decoded at the same time (default %(default)s)")
     group.add_argument("--total-tokens", type=positive, default=768, help="prompt and chain of a checkpoint (default %(default)s)")
-    group.add_argument("--temperature", type=float, default=1.0, help="of a server or checkpoint (default %(default)s)")
+    group.add_argument("--temperature", type=amount, default=1.0, help="of a server or checkpoint (default %(default)s)")
     group.add_argument("--max-reply-tokens", type=positive, default=512, help="a reply of a server, a turn of a checkpoint (default %(default)s)")
     group.add_argument("--workers", type=positive, default=4, help="episodes at the same time, but for a checkpoint (default %(default)s)")
-    group.add_argument("--mistakes", type=float, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
-    group.add_argument("--reflect", type=float, default=0.35, help="scripted: share with a reflection without need (default %(default)s)")
+    group.add_argument("--mistakes", type=amount, default=0.22, help="scripted: share of episodes with a mistake (default %(default)s)")
+    group.add_argument("--reflect", type=amount, default=0.35, help="scripted: share with a reflection without need (default %(default)s)")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief for tiny models (default), full for real ones")
     group.add_argument("--no-replay", dest="replay", action="store_false", help="do not run every call again to compare (web pages change)")
     group = parser.add_argument_group("filter")
     group.add_argument("--min-interactions", type=natural, default=5, help="acts of agents and replies of tools (default %(default)s)")
     group.add_argument("--min-interactions-mhqa", type=natural, default=4, help="the same for the mhqa profile (default %(default)s)")
-    group.add_argument("--plain-ratio", type=float, default=0.6, help="share of the episodes without reflection to keep (default %(default)s)")
+    group.add_argument("--plain-ratio", type=amount, default=0.6, help="share of the episodes without reflection to keep (default %(default)s)")
     group.add_argument("--error-factor", type=natural, default=2, help="copies of a chain with a low first double_check (default %(default)s)")
     group = parser.add_argument_group("other work")
     group.add_argument("--pass-filter", action="store_true", help="instead of chains write tasks.jsonl: the tasks of which the teacher solves a "
                        "share of its --samples from --min-pass to --max-pass; with --no-tools a server is asked without the team")
-    group.add_argument("--min-pass", type=float, default=0.0, help="(default %(default)s)")
-    group.add_argument("--max-pass", type=float, default=1.0, help="(default %(default)s)")
+    group.add_argument("--min-pass", type=amount, default=0.0, help="(default %(default)s)")
+    group.add_argument("--max-pass", type=amount, default=1.0, help="(default %(default)s)")
     add_tool_arguments(parser)
     parser.set_defaults(**PRESETS.get(parser.parse_known_args(argv)[0].preset, {}))
     return parser.parse_args(argv)

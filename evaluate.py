@@ -35,7 +35,7 @@ from distill import REFUSED, Teacher, Trace, to_chain
 from hf import InputError, exit_on_input_error, local_directory, read_jsonl
 from llm import LLM, LLMError
 from model import load_model, load_tokenizer
-from parallel import add_common_arguments, fingerprint, natural, positive, setup, start_run, teardown, write_atomic, write_jsonl
+from parallel import add_common_arguments, amount, fingerprint, natural, positive, setup, start_run, teardown, write_atomic, write_jsonl
 from report import by_question, check_report, commit, mean, scores, write_report
 from sampler import Limits, Request, Sampler
 from tasks import Task, grade, load_tasks
@@ -429,8 +429,8 @@ def parse_arguments():
     group.add_argument("--preset", choices=PRESETS,
                        help="the paper's values for turns, tokens, sampling and tools, and --prompt full")
     group.add_argument("--prompt", choices=("brief", "full"), default="brief", help="brief: for tiny models (default)")
-    group.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
-    group.add_argument("--top-p", type=float, default=1.0, help="of the sampled answers (default %(default)s)")
+    group.add_argument("--temperature", type=amount, default=1.0, help="of the sampled answers (default %(default)s)")
+    group.add_argument("--top-p", type=amount, default=1.0, help="of the sampled answers (default %(default)s)")
     group.add_argument("--turns", type=positive, default=8, help="generations a chain (default %(default)s)")
     group.add_argument("--new-tokens", type=positive, default=192, help="of one generation (default %(default)s)")
     group.add_argument("--total-tokens", type=positive, default=1024, help="of prompt and chain (default %(default)s)")
@@ -441,7 +441,7 @@ def parse_arguments():
     group.add_argument("--endpoint", metavar="URL", help="server with /v1/completions; --model then names its model")
     group.add_argument("--tokenizer", metavar="DIR", help="whose chat template the served model expects (default: none, question and newline)")
     group.add_argument("--concurrency", type=positive, default=16, help="chains at a time (default %(default)s)")
-    group.add_argument("--timeout", type=float, default=600.0, help="seconds a request")
+    group.add_argument("--timeout", type=amount, default=600.0, help="seconds a request")
     add_tool_arguments(parser)
     known, _ = parser.parse_known_args()
     if known.preset:

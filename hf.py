@@ -27,19 +27,27 @@ class InputError(ValueError):
 
 def end_process(code):
     """End here, after what `atexit` holds, and skip Python's finalisation: a Gloo thread that drops its last tensor meanwhile would abort the
-    process (torch 2.13, pytorch issue 190489), and torchrun would call a finished run failed."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    process (torch 2.13, pytorch issue 190489), and torchrun would call a finished run failed. As from Python itself, 0 becomes 120 where
+    the last output cannot be written."""
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except OSError:
+        code = code or 120
+    finally:
+        os._exit(code)
 
 
 def exit_on_input_error():
     """Make the script end with one line and exit code 2 on InputError, with 130 on Ctrl-C; other errors keep their traceback."""
     def hook(kind, error, trace):
         if issubclass(kind, InputError):
-            print(f"error: {error}", file=sys.__stderr__, flush=True)       # sys.stderr: torch.distributed holds it back until a hook returns
-            end_process(2)
+            try:
+                print(f"error: {error}", file=sys.__stderr__, flush=True)   # sys.stderr: torch.distributed holds it back until a hook returns
+            finally:
+                end_process(2)
         wrapped = [inner for inner, _ in getattr(error, "failures", {}).values()]      # torch's CheckpointException: by rank
         if any(isinstance(inner, KeyboardInterrupt) for inner in [error, *wrapped]):
             end_process(130)

@@ -177,6 +177,17 @@ def natural(text):
     return positive(text, 0)
 
 
+def amount(text):
+    """An option that is a finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number from 0 on, got {text!r}")
+    return value
+
+
 def add_common_arguments(parser, out, tasks=None, model=None):
     """The options that every script has. `tasks`, `model`: the script's defaults; None leaves the option out."""
     group = parser.add_argument_group("run")
@@ -377,7 +388,7 @@ def add_scale_arguments(parser, micro_tokens):
     group.add_argument("--checkpointing", action="store_true", help="keep block inputs only and compute the rest again in backward")
     group.add_argument("--shards", type=natural, default=0, help="ranks that share one copy of the weights (default: those of a node)")
     group.add_argument("--offload", action="store_true", help="keep shards and optimiser in CPU memory")
-    group.add_argument("--checkpoint-seconds", type=float, default=30.0, help="least time between checkpoints (default %(default)s)")
+    group.add_argument("--checkpoint-seconds", type=amount, default=30.0, help="least time between checkpoints (default %(default)s)")
     return group
 
 
@@ -618,7 +629,7 @@ if __name__ == "__main__":
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs over all nodes (default %(default)s)")
     parser.add_argument("--per-node", type=positive, default=8, help="GPUs of one node (default %(default)s)")
     parser.add_argument("--seq", type=positive, default=32768, help="longest row in tokens (default %(default)s)")
-    parser.add_argument("--memory", type=float, default=80.0, help="GB of one GPU (default %(default)s)")
+    parser.add_argument("--memory", type=amount, default=80.0, help="GB of one GPU (default %(default)s)")
     parser.add_argument("--episodes", type=natural, default=512, help="episodes of one RL step over all GPUs; 0: SFT (default %(default)s)")
     args = parser.parse_args()
 

@@ -35,7 +35,9 @@ import codecs
 import functools
 import hashlib
 import json
+import math
 import sys
+import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -272,8 +274,13 @@ class Sampler:
         """A fresh cache and empty tables for these requests."""
         bound = 1  # the longest that any of them can become
         for request in requests:
+            limits = request.limits
             if not request.prompt_ids:
                 raise InputError(f"request {request.task_id}: the prompt is empty")
+            if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= len(self.table):
+                raise InputError(f"request {request.task_id}: prompt ids from {min(request.prompt_ids)} to {max(request.prompt_ids)}: expected 0 to {len(self.table) - 1}")
+            if min(limits.turns, limits.new_tokens, 1 if limits.total_tokens is None else limits.total_tokens) < 1 or math.isnan(limits.seconds):
+                raise InputError(f"request {request.task_id}: {limits}: expected counts from 1 on, and seconds")
             total = min(request.limits.total_tokens or self.max_len, self.max_len)
             bound = max(bound, total if request.profile else min(total, len(request.prompt_ids) + request.limits.new_tokens))
         self.rows = max(1, min(self.slots, len(requests)))
@@ -435,7 +442,7 @@ class Sampler:
                 self.step = max(self.step, self.running[self.parked[0]].call_step + self.delay)
             while self.parked and self.step >= self.running[self.parked[0]].call_step + self.delay:
                 lane = self.parked[0]
-                wait([self.running[lane].future], timeout=max(0.0, self.deadline[lane] - time.monotonic()))
+                wait([self.running[lane].future], timeout=self._seconds_until(self.deadline[lane]))
                 if self.running[lane].future.done():
                     due.append(self.parked.popleft())
                 else:
@@ -443,11 +450,14 @@ class Sampler:
         else:
             if idle and self.parked:
                 futures = [self.running[lane].future for lane in self.parked]
-                wait(futures, timeout=max(0.0, self.deadline.min() - time.monotonic()), return_when=FIRST_COMPLETED)
+                wait(futures, timeout=self._seconds_until(self.deadline.min()), return_when=FIRST_COMPLETED)
             due = [lane for lane in self.parked if self.running[lane].future.done()]
             self.parked = deque(lane for lane in self.parked if lane not in due)
         self.stats["tool_wait_seconds"] += time.monotonic() - began
         return due
+
+    def _seconds_until(self, deadline):
+        return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
     def _admit(self):
         """Give free rows to waiting requests; what the row's last tenant left of the same prompt stays. -> new lanes"""

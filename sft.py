@@ -29,7 +29,7 @@ from tqdm import tqdm
 from coa_format import encode, observation, prompt_ids, reject_reason, truncate
 from hf import InputError, exit_on_input_error, read_rows
 from model import load_tokenizer
-from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, checkpoint_due, clip_gradients, collate, export_model,
+from parallel import (MetricLog, add_common_arguments, add_scale_arguments, all_sum, amount, checkpoint_due, clip_gradients, collate, export_model,
                       gather, load_checkpoint, load_trainable, make_optimizer, micro_batches, natural, positive, run_config, save_checkpoint,
                       setup, start_run, teardown)
 
@@ -176,15 +176,15 @@ def parse_arguments(argv=None):
     add_common_arguments(parser, "runs/demo/sft", tasks=["runs/demo/distill/sft.jsonl"], model="data/base")
     group = parser.add_argument_group("training")
     group.add_argument("--preset", choices=PRESETS, help="the paper's values for this agent; options given beside it win")
-    group.add_argument("--epochs", type=float, default=3.0, help="passes over the rows (default %(default)s)")
+    group.add_argument("--epochs", type=amount, default=3.0, help="passes over the rows (default %(default)s)")
     group.add_argument("--steps", type=positive, help="stop after this many optimiser steps instead")
     group.add_argument("--batch", type=positive, default=8, help="rows in an optimiser step, over all ranks (default %(default)s)")
-    group.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
-    group.add_argument("--warmup", type=float, default=0.05, help="share of the steps that warm up (default %(default)s)")
+    group.add_argument("--lr", type=amount, default=3e-3, help="peak learning rate (default %(default)s)")
+    group.add_argument("--warmup", type=amount, default=0.05, help="share of the steps that warm up (default %(default)s)")
     group.add_argument("--schedule", choices=["cosine", "linear"], default="cosine", help="after warm-up (default %(default)s)")
-    group.add_argument("--beta2", type=float, default=0.95, help="AdamW's second decay (default %(default)s)")
-    group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's weight decay (default %(default)s)")
-    group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
+    group.add_argument("--beta2", type=amount, default=0.95, help="AdamW's second decay (default %(default)s)")
+    group.add_argument("--weight-decay", type=amount, default=0.0, help="AdamW's weight decay (default %(default)s)")
+    group.add_argument("--clip", type=amount, default=1.0, help="largest gradient norm (default %(default)s)")
     group.add_argument("--max-len", type=positive, default=1024, help="longest row in tokens; longer ones are cut (default %(default)s)")
     group.add_argument("--validation-rows", type=natural, default=64, help="rows held out, at most a tenth (default %(default)s)")
     group.add_argument("--eval-every", type=natural, default=100, help="steps between validations; 0: only at the end (default %(default)s)")

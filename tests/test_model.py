@@ -616,6 +616,15 @@ def test_exit_on_input_error(statement, code, line):
     assert run.stderr.strip() == line if line is not None else "Traceback" in run.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_process_ends_with_its_code_even_where_nothing_can_be_written():
+    program = f"import sys; sys.path.insert(0, {ROOT!r}); from hf import *\nexit_on_input_error()\nprint('out')\n"
+    for end, code in (("end_process(0)", 120), ("raise InputError('x')", 2), ("raise KeyboardInterrupt", 130)):
+        with open("/dev/full", "w") as full:
+            run = subprocess.run([sys.executable, "-c", program + end], stdout=full, stderr=full, env=os.environ | {"PYTHONUNBUFFERED": ""})
+        assert run.returncode == code, end
+
+
 def test_importing_the_model_has_no_effect(tmp_path):
     run = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {ROOT!r}); hook = sys.excepthook; import model; "
                           "assert sys.excepthook is hook and 'transformers' not in sys.modules"], capture_output=True, text=True, cwd=tmp_path)

@@ -253,6 +253,21 @@ def test_every_end_has_its_name(tokenizer):
     assert ends(long, seconds=-1)[0] == "deadline"
 
 
+def test_what_no_episode_can_have_is_refused_before_anything_runs(tokenizer):
+    for prompt, limits, named in (("Q", {"new_tokens": 0}, "counts from 1 on"), ("Q", {"turns": 0}, "counts from 1 on"), ("Q", {"total_tokens": 0}, "counts"),
+                                  ("Q", {"seconds": float("nan")}, "and seconds"), ([3, 10 ** 6], {}, "prompt ids from 3 to 1000000: expected 0 to"), ([-1], {}, "prompt ids from -1")):
+        sampler = Sampler(Puppet(tokenizer, {"Q": ["<answer>1</answer>"]}), tokenizer, Box(), slots=2, max_len=100)
+        with pytest.raises(InputError, match=named):
+            sampler.rollout([Request(encode_text(prompt, tokenizer) if prompt == "Q" else prompt, "mhqa", "t", 0, Limits(**limits))])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_an_endless_deadline_is_one(tokenizer, deterministic):
+    turns = ["<wiki_search>x</wiki_search>", "<answer>1</answer>"]
+    [episode], _ = act(tokenizer, {"Q: ": turns}, Box(lambda argument: time.sleep(0.2) or "late"), seconds=float("inf"), deterministic=deterministic)
+    assert episode.end_reason == "answered"
+
+
 def test_a_prompt_that_does_not_fit_ends_its_own_episode_only(tokenizer):
     scripts = {"Q: " + "long " * 30: [], "Q2: ": ["<answer>2</answer>"]}
     (long, short), _ = act(tokenizer, scripts, total_tokens=40)
