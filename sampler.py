@@ -281,8 +281,8 @@ class Sampler:
                 raise InputError(f"request {request.task_id}: prompt ids from {min(request.prompt_ids)} to {max(request.prompt_ids)}: expected 0 to {len(self.table) - 1}")
             if min(limits.turns, limits.new_tokens, 1 if limits.total_tokens is None else limits.total_tokens) < 1 or math.isnan(limits.seconds):
                 raise InputError(f"request {request.task_id}: {limits}: expected counts from 1 on, and seconds")
-            total = min(request.limits.total_tokens or self.max_len, self.max_len)
-            bound = max(bound, total if request.profile else min(total, len(request.prompt_ids) + request.limits.new_tokens))
+            total = min(limits.total_tokens or self.max_len, self.max_len)
+            bound = max(bound, total if request.profile else min(total, len(request.prompt_ids) + limits.new_tokens))
         self.rows = max(1, min(self.slots, len(requests)))
         self.cache = KVCache(self.model.config, self.rows, bound, self.dtype, self.device)
         self.run_stops, self.sampling, self.step_key, self.on_text = stops, sampling, step, on_text
